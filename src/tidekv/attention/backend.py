@@ -1,0 +1,149 @@
+"""Attention over a layer-elastic cache: write the new tokens, read every page where this layer of it is, merge parts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from tidekv.attention.page_tables import HostWrites, LayerTables, NarrowTables, PackedBatch
+from tidekv.kernels import attention as kernels
+from tidekv.kernels import move
+from tidekv.memory.device_pool import DeviceKVPool
+from tidekv.memory.host_pool import HostKVPool
+from tidekv.memory.ledger import Ledger
+from tidekv.streaming.streamer import Streamer
+
+Attended = tuple[torch.Tensor, torch.Tensor]  # out [T, Hq, D], lse [T, Hq] fp32
+
+
+class AttentionBackend:
+    """One for each engine; `begin(batch)`, then `forward` for layers 0..L-1 in order, then `end()`.
+
+    `name` says which kernels read the pages: "triton" on CUDA, "sdpa" (torch) on the CPU.
+    """
+
+    def __init__(self, ledger: Ledger, device_pool: DeviceKVPool, host_pool: HostKVPool, streamer: Streamer) -> None:
+        self.device_pool = device_pool
+        self.host_pool = host_pool
+        self.streamer = streamer
+        self.tables = LayerTables(ledger, device_pool.device)
+        self.page_size = device_pool.geometry.page_size
+        self.name = "triton" if device_pool.device.type == "cuda" else "sdpa"
+        self.host_bytes_out = 0
+        self._batch: PackedBatch | None = None
+
+    def begin(self, batch: PackedBatch) -> None:
+        """Start a step; the first copies of narrowed layers set off."""
+        self._batch = batch
+        if batch.narrow is not None:
+            self.streamer.begin(batch.narrow.schedule)
+
+    def end(self) -> None:
+        """The forward is issued; staging may be reused by what comes after it on this stream."""
+        if self._batch is not None and self._batch.narrow is not None:
+            self.streamer.end()
+        self._batch = None
+
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        """q [T, Hq, D], k and v [T, Hkv, D] of the new tokens -> [T, Hq, D]; K and V are written where they belong."""
+        batch = self._batch
+        if batch is None:
+            raise RuntimeError("forward before begin")
+        if batch.host_writes is not None:
+            self._write_to_host(batch.host_writes, layer, k, v)
+        if batch.narrow is None:
+            self.device_pool.get_key_buffer(layer)[batch.locs] = k
+            self.device_pool.get_value_buffer(layer)[batch.locs] = v
+            return self._attend(batch, q, self.tables.full_width(batch, layer), scaling, whole=True)[0]
+        return self._forward_narrow(batch, batch.narrow, layer, q, k, v, scaling)
+
+    def _forward_narrow(
+        self,
+        batch: PackedBatch,
+        narrow: NarrowTables,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        items = {item.part: item for item in narrow.schedule.by_layer[layer]}
+        if 0 in items:
+            self.streamer.acquire(items[0])  # before the new tokens are written into the same cells
+        rows = self.tables.token_rows(batch, narrow, layer)
+        self.device_pool.k_flat[rows] = k
+        self.device_pool.v_flat[rows] = v
+        one_part = len(items.keys() | {0}) == 1
+        out, lse = self._attend(batch, q, self.tables.narrow(batch, narrow, layer, 0), scaling, whole=one_part)
+        if 0 in items:
+            self.streamer.release(items[0])
+        for part, item in items.items():
+            if part == 0:
+                continue
+            self.streamer.acquire(item)
+            more = self._attend(batch, q, self.tables.narrow(batch, narrow, layer, part), scaling, whole=False)
+            self.streamer.release(item)
+            out, lse = kernels.merge_states(out, lse, *more)
+        return out
+
+    def _write_to_host(self, writes: HostWrites, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """From the computed K and V, not from the pool: a row of staging may be gone by the time the copy runs."""
+        rows_per_layer = self.host_pool.num_pages * self.page_size
+        if self.device_pool.device.type == "cuda":
+            rows = torch.where(writes.layers[layer], writes.base_rows + layer * rows_per_layer, -1)
+            move.copy_rows(self.host_pool.k_flat, self.host_pool.v_flat, k, v, rows, writes.tokens)
+            self.host_bytes_out += len(rows) * self.device_pool.geometry.token_bytes_per_layer
+            return
+        mine = writes.layers[layer]
+        if mine.any():
+            rows, tokens = writes.base_rows[mine] + layer * rows_per_layer, writes.tokens[mine]
+            self.host_pool.k_flat[rows] = k[tokens]
+            self.host_pool.v_flat[rows] = v[tokens]
+            self.host_bytes_out += len(rows) * self.device_pool.geometry.token_bytes_per_layer
+
+    def _attend(
+        self, batch: PackedBatch, q: torch.Tensor, table: torch.Tensor, scaling: float, *, whole: bool
+    ) -> Attended:
+        """`whole`: every page of every request is in the table (no merge follows, so no log-sum-exp is needed)."""
+        if self.name == "sdpa" and whole:
+            return self._attend_sdpa(batch, q, table, scaling), torch.empty(0)
+        valid = None if whole else table > 0
+        return kernels.paged_attention(
+            q,
+            self.device_pool.k_flat,
+            self.device_pool.v_flat,
+            table,
+            batch.cu_q,
+            batch.kv_lens_dev,
+            self.page_size,
+            scaling,
+            max_q=batch.max_q,
+            valid_pages=valid,
+        )
+
+    def _attend_sdpa(self, batch: PackedBatch, q: torch.Tensor, table: torch.Tensor, scaling: float) -> torch.Tensor:
+        """torch's fused attention, request by request: on the CPU a padded batch costs more than the loop saves."""
+        geometry = self.device_pool.geometry
+        page_shape = (geometry.num_combined, self.page_size, geometry.num_kv_heads, geometry.head_dim)
+        k_pages, v_pages = self.device_pool.k_flat.view(page_shape), self.device_pool.v_flat.view(page_shape)
+        out = torch.empty_like(q)
+        begin = 0
+        for b, (q_len, kv_len) in enumerate(zip(batch.q_lens.tolist(), batch.kv_lens.tolist(), strict=True)):
+            pages = table[b, : math.ceil(kv_len / self.page_size)]
+            keys = k_pages[pages].flatten(0, 1)[:kv_len].transpose(0, 1)  # [Hkv, kv_len, D]
+            values = v_pages[pages].flatten(0, 1)[:kv_len].transpose(0, 1)
+            queries = q[begin : begin + q_len].transpose(0, 1)
+            mask = None if q_len == 1 else _causal_mask(q_len, kv_len, q.device)
+            result = F.scaled_dot_product_attention(
+                queries[None], keys[None], values[None], attn_mask=mask, scale=scaling, enable_gqa=True
+            )
+            out[begin : begin + q_len] = result[0].transpose(0, 1)
+            begin += q_len
+        return out
+
+
+def _causal_mask(q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
+    """[q_len, kv_len] bool: query i, at position kv_len - q_len + i, sees keys up to its own position."""
+    return torch.ones(q_len, kv_len, dtype=torch.bool, device=device).tril(kv_len - q_len)

@@ -1,0 +1,184 @@
+"""What one forward over a packed batch needs to know: where tokens go, where every page of every layer is.
+
+If nothing in the batch is narrow the ordinary table plus a constant per layer is used and no table kernel runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tidekv.kernels import tables as kernels
+from tidekv.memory.ledger import IntArray, Ledger
+from tidekv.streaming.schedule import StreamSchedule, build_schedule
+
+
+@dataclass(frozen=True)
+class NarrowTables:
+    """The part of a batch that only exists when some of its slots are narrow. Tensors on the device.
+
+    level      [B, N] int8: ladder level of each slot
+    dynamic    one [B, N] int64 for each part: the slot's dynamic slot in this part, 0 where it has none
+    token_level [T] int8, token_dynamic [T] int64: the same for the new tokens (locations in part 0)
+    """
+
+    schedule: StreamSchedule
+    level: torch.Tensor
+    dynamic: tuple[torch.Tensor, ...]
+    token_level: torch.Tensor
+    token_dynamic: torch.Tensor
+
+
+@dataclass(frozen=True)
+class HostWrites:
+    """New tokens whose K and V also go to the host: all layers of written-through slots, non-resident ones of narrow slots.
+
+    tokens [h] int64: indices into the batch; base_rows [h] int64: host row of the token in layer 0;
+    layers [L][h] bool: which of them are written in each layer.
+    """
+
+    tokens: torch.Tensor
+    base_rows: torch.Tensor
+    layers: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Requests packed without padding: tokens [cu_q[b], cu_q[b + 1]) are the new tokens of request b.
+
+    q_lens, kv_lens   [B] int64 on the host: new tokens, and all tokens with the new ones counted in
+    cu_q, kv_lens_dev [B + 1], [B] int64 on the device
+    slots             [B, N] int64 on the device: combined id of each logical page, 0 beyond the end
+    locs              [T] int64 on the device: encoded locations of the new tokens
+    """
+
+    q_lens: IntArray
+    kv_lens: IntArray
+    cu_q: torch.Tensor
+    kv_lens_dev: torch.Tensor
+    slots: torch.Tensor
+    locs: torch.Tensor
+    narrow: NarrowTables | None
+    host_writes: HostWrites | None
+
+    @property
+    def max_q(self) -> int:
+        return int(self.q_lens.max(initial=0))
+
+
+def build_batch(
+    ledger: Ledger,
+    q_lens: IntArray,
+    kv_lens: IntArray,
+    slots: torch.Tensor,
+    locs: torch.Tensor,
+) -> PackedBatch:
+    """Look up what the batch needs in the ledger. Reads `slots` back from the device only if something is narrow or backed.
+
+    Narrowed slots that have no dynamic slot yet get one, as far as staging goes; if it does not go round, the schedule has
+    several parts.
+    """
+    device = slots.device
+    cu_q = torch.from_numpy(np.concatenate([[0], np.cumsum(q_lens)])).to(device, non_blocking=True)
+    kv_dev = torch.from_numpy(kv_lens).to(device, non_blocking=True)
+    if not ledger.any_narrow and not ledger.backed.any():
+        return PackedBatch(q_lens, kv_lens, cu_q, kv_dev, slots, locs, None, None)
+    host_slots, host_locs = slots.cpu().numpy(), locs.cpu().numpy()
+    token_slots = host_locs // ledger.geometry.page_size
+    return PackedBatch(
+        q_lens, kv_lens, cu_q, kv_dev, slots, locs,
+        _narrow_tables(ledger, host_slots, host_locs, device),
+        _host_writes(ledger, host_locs, token_slots, device),
+    )  # fmt: skip
+
+
+def _narrow_tables(
+    ledger: Ledger, host_slots: IntArray, host_locs: IntArray, device: torch.device
+) -> NarrowTables | None:
+    page_size = ledger.geometry.page_size
+    levels = np.where(host_slots > 0, ledger.levels_of(host_slots), 0).astype(np.int8)
+    read = np.unique(host_slots[levels > 0])
+    if not len(read):
+        return None
+    token_slots = host_locs // page_size
+    has = ledger.dynamic_of[read] > 0  # given by the allocating call: these slots receive tokens in this step
+    written, others = read[has], read[~has]
+    short = ledger.staging_pages_for(len(others))
+    wanted = ledger.staging_target(int(ledger.num_narrow.sum())) - int(ledger.used[3])
+    ledger.grow_staging(max(0, min(short, wanted, ledger.num_free_pages)))
+    ledger.assign_dynamic(others[: len(ledger.staging_free)])
+    ordered = np.concatenate([written, others])
+    pairs = ledger.dynamic_of[ordered]
+    schedule = build_schedule(
+        ledger.resident_pos,
+        ordered,
+        ledger.levels_of(ordered).astype(np.int64),
+        ledger.host_pages_of(ordered),
+        pairs[pairs > 0],
+        ledger.page_stride,
+        ledger.num_host_pages,
+    )
+    dynamic = []
+    order = np.argsort(ordered)
+    at = np.minimum(np.searchsorted(ordered[order], host_slots), len(ordered) - 1)
+    found, index = ordered[order][at] == host_slots, order[at]
+    for part in range(schedule.num_parts):
+        mine = found & (schedule.part[index] == part)
+        dynamic.append(torch.from_numpy(np.where(mine, schedule.dynamic[index], 0)).to(device, non_blocking=True))
+    token_dynamic = ledger.dynamic_of[token_slots]
+    token_dynamic = np.where(token_dynamic > 0, token_dynamic * page_size + host_locs % page_size, 0)
+    return NarrowTables(
+        schedule,
+        torch.from_numpy(levels).to(device, non_blocking=True),
+        tuple(dynamic),
+        torch.from_numpy(ledger.levels_of(token_slots)).to(device, non_blocking=True),
+        torch.from_numpy(token_dynamic).to(device, non_blocking=True),
+    )
+
+
+def _host_writes(
+    ledger: Ledger, host_locs: IntArray, token_slots: IntArray, device: torch.device
+) -> HostWrites | None:
+    hosts, levels = ledger.host_pages_of(token_slots), ledger.levels_of(token_slots)
+    tokens = np.flatnonzero((levels > 0) | ledger.backed[token_slots])
+    if not len(tokens):
+        return None
+    page_size = ledger.geometry.page_size
+    base = hosts[tokens] * page_size + host_locs[tokens] % page_size
+    layers = (ledger.resident_pos[levels[tokens]] < 0) | ledger.backed[token_slots[tokens]][:, None]  # [h, L]
+    return HostWrites(
+        torch.from_numpy(tokens).to(device, non_blocking=True),
+        torch.from_numpy(base).to(device, non_blocking=True),
+        torch.from_numpy(np.ascontiguousarray(layers.T)).to(device, non_blocking=True),
+    )
+
+
+class LayerTables:
+    """Flat-page tables of one batch for any (layer, part): [B, N] int64, 0 where the part does not see the page."""
+
+    def __init__(self, ledger: Ledger, device: torch.device) -> None:
+        self.page_stride = ledger.page_stride
+        self.row_stride = ledger.geometry.pool_stride
+        self.resident_pos = torch.from_numpy(ledger.resident_pos).to(device)
+
+    def full_width(self, batch: PackedBatch, layer: int) -> torch.Tensor:
+        """The ordinary table plus a constant. Padding (0) becomes the sink page of the layer's own buffer."""
+        return batch.slots + layer * self.page_stride
+
+    def narrow(self, batch: PackedBatch, narrow: NarrowTables, layer: int, part: int) -> torch.Tensor:
+        """Part 0 sees all resident pages and its own staged ones; a later part sees its own staged ones only."""
+        position = torch.from_numpy(narrow.schedule.position[part]).to(batch.slots.device)
+        layers = torch.tensor([layer], device=batch.slots.device)
+        table = kernels.layer_tables(
+            batch.slots, narrow.dynamic[part], narrow.level, self.resident_pos, position, layers, self.page_stride
+        )[0]
+        return table if part == 0 else torch.where(narrow.dynamic[part] > 0, table, 0)
+
+    def token_rows(self, batch: PackedBatch, narrow: NarrowTables, layer: int) -> torch.Tensor:
+        """Flat row of each new token in this layer: in its slot, or in its staging cell."""
+        position = torch.from_numpy(narrow.schedule.position[0]).to(batch.slots.device)
+        return kernels.token_rows(
+            batch.locs, narrow.token_dynamic, narrow.token_level, layer, self.resident_pos, position, self.row_stride
+        )

@@ -1,0 +1,290 @@
+"""The embedded engine: continuous batching over a layer-elastic cache, end to end, with nothing else installed.
+
+    step() = scheduler.plan()  who runs, and memory for them (here pages narrow, merge, park)
+             runner.run()      one packed forward over whatever is narrow, and sampling
+             finish            stop tokens, prefix cache, widths back when memory is plentiful
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tidekv.allocator import DynamicPagedTokenToKVPoolAllocator
+from tidekv.attention.backend import AttentionBackend
+from tidekv.engine.memory import RequestMemory
+from tidekv.engine.model import LoadedModel, load_model
+from tidekv.engine.prefix_cache import PrefixCache
+from tidekv.engine.request import Request, RequestOutput, RequestState
+from tidekv.engine.runner import Runner
+from tidekv.engine.sampling import SamplingParams
+from tidekv.engine.scheduler import PRESSURES, Pressure, Scheduler
+from tidekv.errors import ConfigError
+from tidekv.geometry import KVGeometry
+from tidekv.memory.device_pool import DeviceKVPool
+from tidekv.memory.host_pool import HostKVPool
+from tidekv.memory.ledger import HIGH, LOW
+from tidekv.memory.req_to_token import ReqToTokenPool
+from tidekv.streaming.streamer import Streamer
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def parse_bytes(name: str, value: int | str) -> int:
+    """`value` in bytes: an int, or text such as "512MiB", "2GB", "1.5g" (all binary units)."""
+    if isinstance(value, int):
+        return value
+    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)i?b?\s*", value.lower())
+    if match is None:
+        raise ConfigError(f"{name} must be bytes or text such as '512MiB' or '2GiB', got {value!r}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine is built. Give `num_pages` or `kv_memory`; every other value has a default that works.
+
+    model            "smollm2" (packaged weights), a folder, a Hub id, or "random:SHAPE"
+    device, dtype    default: CUDA with bfloat16 if there is a GPU, else CPU with float32
+    num_pages        pages of the device pool; or kv_memory: bytes for it (int, or "2GiB")
+    host_memory      bytes for layers that leave the device; default: 4 times the device pool
+    pressure         "narrow", "retract", "swap", "reserve": what happens when pages run out
+    prefill_chunk    prompt tokens a step at most
+    write_through    low-priority KV goes to the host as it is produced
+    """
+
+    model: str = "smollm2"
+    device: str | None = None
+    dtype: torch.dtype | None = None
+    num_pages: int | None = None
+    kv_memory: int | str | None = None
+    page_size: int = 16
+    host_memory: int | str | None = None
+    pressure: Pressure = "narrow"
+    prefill_chunk: int = 512
+    max_running: int = 64
+    max_context_len: int | None = None
+    prefix_cache: bool = True
+    write_through: bool = False
+    low_max_pages: int | float | None = None
+    high_reserved_pages: int | float | None = None
+    dynamic_max_pages: int | float | None = None
+    min_slot_width: int = 2
+
+    def __post_init__(self) -> None:
+        if self.pressure not in PRESSURES:
+            raise ConfigError(f"pressure must be one of {', '.join(PRESSURES)}, got {self.pressure!r}")
+        if (self.num_pages is None) == (self.kv_memory is None):
+            raise ConfigError("give exactly one of num_pages (pages) and kv_memory (bytes)")
+        for name in ("page_size", "prefill_chunk", "max_running"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.prefill_chunk % self.page_size:
+            raise ConfigError(f"prefill_chunk {self.prefill_chunk} must be a multiple of page_size {self.page_size}")
+
+
+class Engine:
+    """Continuous batching for one model on one device. Not thread-safe: one thread calls it.
+
+    `loaded` shares a model that is already in memory between engines.
+    """
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
+        device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = config.dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
+        self.config = replace(config, device=device, dtype=dtype)
+        self.model = loaded or load_model(config.model, device, dtype)
+        shape = KVGeometry(self.model.layer_num, 1, config.page_size, self.model.num_kv_heads, self.model.head_dim, dtype)
+        pages = config.num_pages
+        if pages is None:
+            assert config.kv_memory is not None
+            memory = parse_bytes("kv_memory", config.kv_memory)
+            pages = KVGeometry.pages_for_bytes(memory, shape.page_bytes)
+            if pages < 1:
+                raise ConfigError(f"kv_memory {memory} holds no page: give at least {2 * shape.page_bytes} bytes")
+        self.geometry = replace(shape, num_pages=pages)
+        most = int(getattr(self.model.config, "max_position_embeddings", 8192))
+        context = min(config.max_context_len or most, most)
+
+        self.device_pool = DeviceKVPool(self.geometry, device)
+        host_bytes = 4 * pages * shape.page_bytes
+        if config.host_memory is not None:
+            host_bytes = parse_bytes("host_memory", config.host_memory)
+        keeps_host = config.pressure in ("narrow", "swap")
+        self.host_pool = HostKVPool(self.geometry, host_bytes if keeps_host else 0)
+        req_to_token_pool = ReqToTokenPool(config.max_running, context, device)
+        self.allocator = DynamicPagedTokenToKVPoolAllocator(
+            pages * config.page_size,
+            config.page_size,
+            dtype,
+            device,
+            self.device_pool,
+            req_to_token_pool=req_to_token_pool,
+            host_pool=self.host_pool,
+            low_max_pages=config.low_max_pages,
+            high_reserved_pages=config.high_reserved_pages,
+            dynamic_max_pages=config.dynamic_max_pages,
+            # The other policies never narrow: a ladder of one width has nothing to give up.
+            min_slot_width=config.min_slot_width if config.pressure == "narrow" else self.geometry.layer_num,
+            write_through=config.write_through and config.pressure == "narrow",
+        )
+        self.prefix_cache = PrefixCache(config.page_size) if config.prefix_cache else None
+        self.memory = RequestMemory(self.allocator, req_to_token_pool, self.prefix_cache)
+        self.scheduler = Scheduler(self.memory, config.pressure, config.prefill_chunk, config.max_running)
+        self.streamer = Streamer(self.device_pool, self.host_pool)
+        self.backend = AttentionBackend(self.allocator.ledger, self.device_pool, self.host_pool, self.streamer)
+        self.runner = Runner(self.model, self.memory, self.backend)
+        self.requests: dict[str, Request] = {}
+        self._arrivals = itertools.count()
+        self._generated_tokens = self._prompt_tokens = 0
+
+    # ---- requests ----------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        is_high_priority: bool = False,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a prompt (text, or token ids); returns its id. `CapacityError` at once if it can never fit."""
+        order = next(self._arrivals)
+        name = request_id or f"request-{order}"
+        if name in self.requests:
+            raise ConfigError(f"request id {name!r} is in use")
+        if isinstance(prompt, str):
+            if self.model.tokenizer is None:
+                raise ConfigError("this model has no tokenizer: give token ids")
+            ids = list(self.model.tokenizer(prompt)["input_ids"])
+        else:
+            ids = [int(token) for token in prompt]
+        vocab = int(self.model.config.vocab_size)
+        bad = [token for token in ids if not 0 <= token < vocab]
+        if not ids or bad:
+            raise ConfigError(f"a prompt is at least one token id in 0..{vocab - 1}, got {bad[:4] or ids}")
+        params = sampling or SamplingParams()
+        if params.seed is None:
+            params = replace(params, seed=order)
+        request = Request(name, ids, params, is_high_priority, order, time.perf_counter())
+        self.scheduler.add(request)
+        self.requests[name] = request
+        return name
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request in whatever state it is; its memory is free at once. Unknown or done: nothing happens."""
+        request = self.requests.get(request_id)
+        if request is not None and not request.is_done:
+            self.scheduler.remove(request)
+            request.state, request.finish_reason = RequestState.ABORTED, "abort"
+            request.finish_s = time.perf_counter()
+
+    def step(self) -> list[RequestOutput]:
+        """One step: plan, forward, sample. Returns the requests that ended in it."""
+        if not self.scheduler.has_work:
+            return []
+        with self.allocator.step():
+            plan = self.scheduler.plan()
+            sampled = self.runner.run(plan.work) if plan.work else []
+        now = time.perf_counter()
+        ended = [request for request, token in sampled if self._take_token(request, token, now)]
+        self._prompt_tokens += sum(n for _, n in plan.work) - len(sampled)
+        for request in ended:
+            self.memory.publish(request)
+            self.scheduler.remove(request)
+        self.allocator.restore_widths()
+        return [self.output(request.id) for request in ended]
+
+    def _take_token(self, request: Request, token: int, now: float) -> bool:
+        """Book a sampled token; True if the request ends with it."""
+        if request.state is RequestState.PREFILL:
+            request.state = RequestState.DECODE
+            self.memory.publish(request)
+        request.output_ids.append(token)
+        request.token_times_s.append(now)
+        self._generated_tokens += 1
+        if request.first_token_s is None:
+            request.first_token_s = now
+        stops = () if request.sampling.ignore_eos else self.model.eos_token_ids
+        if token in stops or token in request.sampling.stop_token_ids:
+            request.finish_reason = "stop"
+        elif len(request.output_ids) >= request.sampling.max_new_tokens:
+            request.finish_reason = "length"
+        else:
+            return False
+        request.state, request.finish_s = RequestState.FINISHED, now
+        return True
+
+    def output(self, request_id: str) -> RequestOutput:
+        """The result of a request that has ended."""
+        request = self.requests[request_id]
+        tokenizer = self.model.tokenizer
+        return RequestOutput.of(request, tokenizer.decode(request.output_ids) if tokenizer is not None else None)
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        priorities: Sequence[bool] | None = None,
+        on_step: Callable[[Engine], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Run prompts to their end; outputs in the order of the prompts. `priorities`: True for high, default all low.
+
+        If one prompt is refused, those queued by this call are aborted before the error goes on.
+        """
+        params = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
+        high = list(priorities) if priorities is not None else [False] * len(prompts)
+        if not len(prompts) == len(params) == len(high):
+            raise ConfigError(f"{len(prompts)} prompts, {len(params)} sampling params, {len(high)} priorities: need as many of each")
+        names: list[str] = []
+        try:
+            for prompt, param, is_high in zip(prompts, params, high, strict=True):
+                names.append(self.add_request(prompt, param, is_high))
+            while any(not self.requests[name].is_done for name in names):
+                self.step()
+                if on_step is not None:
+                    on_step(self)
+        except BaseException:
+            for name in names:
+                self.abort(name)
+            raise
+        return [self.output(name) for name in names]
+
+    # ---- figures -----------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, JSON-ready. Bytes are K and V together."""
+        allocator, moves, ledger = self.allocator, self.allocator.repacker.counters, self.allocator.ledger
+        return {
+            "pressure": self.config.pressure,
+            "attention": self.backend.name,
+            "steps": self.scheduler.num_steps,
+            "generated_tokens": self._generated_tokens,
+            "prefill_tokens": self._prompt_tokens,
+            "halvings_high": allocator.num_halvings[HIGH],
+            "halvings_low": allocator.num_halvings[LOW],
+            "merges": allocator.num_merges,
+            "pages_freed": allocator.num_pages_freed,
+            "restores": allocator.num_restores,
+            "device_bytes_moved": moves.device_bytes,
+            "bytes_to_host": moves.to_host_bytes + self.backend.host_bytes_out,
+            "bytes_from_host": moves.from_host_bytes + self.streamer.bytes_in,
+            "streamed_bytes": self.streamer.bytes_in,
+            "parkings": self.scheduler.num_parkings,
+            "retractions": self.scheduler.num_retractions,
+            "recomputed_tokens": self.scheduler.recomputed_tokens,
+            "host_pages_used": ledger.num_host_pages - len(ledger.host_free),
+            "host_pages": ledger.num_host_pages,
+            "pages": {f"{name}/{width}": n for (name, width), n in ledger.pages_by_state().items()},
+        }
+
+    def check(self) -> None:
+        """Recount the books of the allocator and of the prefix cache; `InvariantError` if anything is off."""
+        self.allocator.check()
+        if self.prefix_cache is not None:
+            self.prefix_cache.check()

@@ -1,0 +1,191 @@
+"""A request's hold on the cache: rows, pages, shared prefixes, parking. Does what the scheduler decides; decides nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tidekv.allocator import DynamicPagedTokenToKVPoolAllocator
+from tidekv.engine.prefix_cache import PrefixCache
+from tidekv.engine.request import Request, RequestState
+from tidekv.errors import InvariantError
+from tidekv.memory.ledger import NO_SLOTS, IntArray
+from tidekv.memory.req_to_token import ReqToTokenPool
+
+
+class RequestMemory:
+    """The only part of the engine that talks to the allocator and to `req_to_token`."""
+
+    def __init__(
+        self,
+        allocator: DynamicPagedTokenToKVPoolAllocator,
+        req_to_token_pool: ReqToTokenPool,
+        prefix_cache: PrefixCache | None,
+    ) -> None:
+        self.allocator = allocator
+        self.pool = req_to_token_pool
+        self.prefix_cache = prefix_cache
+        self.page_size = allocator.page_size
+        if prefix_cache is not None:
+            allocator.evictor = prefix_cache
+            allocator.register_loc_holder(prefix_cache.loc_tensors)
+
+    # ---- counting ----------------------------------------------------------------------------------------------
+
+    def pages(self, num_tokens: int) -> int:
+        """Logical pages of so many tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def free_pages(self) -> int:
+        """Pages that nobody needs: free ones and cached prefixes that nobody references."""
+        cached = self.prefix_cache.evictable_pages if self.prefix_cache else 0
+        return self.allocator.num_free_pages + cached
+
+    def slots_of(self, requests: list[Request]) -> IntArray:
+        """[R, N] combined ids of the requests' pages, 0 beyond their ends, on the host. Waits for the device."""
+        width = max((self.pages(r.num_computed) for r in requests), default=0) * self.page_size
+        rows = torch.tensor([r.row for r in requests], dtype=torch.int64, device=self.pool.device)
+        first_locs = self.pool.req_to_token[rows, :width][:, :: self.page_size]
+        return first_locs.cpu().numpy().astype(np.int64) // self.page_size
+
+    def narrow_slots(self, requests: list[Request]) -> IntArray:
+        """[R] narrowed slots of each request."""
+        if not requests:
+            return NO_SLOTS
+        slots = self.slots_of(requests)
+        return ((slots > 0) & (self.allocator.ledger.levels_of(slots) > 0)).sum(1)
+
+    # ---- coming and going --------------------------------------------------------------------------------------
+
+    def admit(self, request: Request) -> bool:
+        """A row for the request, and the cached part of its prompt. False if all rows are taken."""
+        rows = self.pool.alloc(1)
+        if rows is None:
+            return False
+        request.row = rows[0]
+        request.state = RequestState.PREFILL
+        request.num_computed = 0
+        request.owned_pages = np.empty(0, dtype=np.bool_)
+        if self.prefix_cache is not None:
+            # At least one token is left to compute: its logits give the next one.
+            found = self.prefix_cache.match(request.all_tokens()[:-1])
+            self.prefix_cache.lock(found.node_ids)
+            request.prefix_nodes = found.node_ids
+            request.num_shared_pages = len(found.node_ids)
+            if len(found.node_ids):
+                request.num_computed = len(found.node_ids) * self.page_size
+                request.owned_pages = np.zeros(len(found.node_ids), dtype=np.bool_)
+                locs = torch.from_numpy(found.locs).to(self.pool.device)
+                offsets = torch.arange(self.page_size, device=self.pool.device)
+                self.pool.write((request.row, slice(0, request.num_computed)), (locs[:, None] + offsets).reshape(-1))
+                if request.is_high_priority:
+                    self.allocator.promote(locs)
+        return True
+
+    def release(self, request: Request) -> None:
+        """Everything the request holds goes back, parked pages too; pages of the prefix cache stay there."""
+        if request.parked is not None:
+            self.allocator.drop_parked(request.parked)
+            request.parked = None
+        elif request.row >= 0:
+            owned = np.flatnonzero(request.owned_pages)
+            if len(owned):
+                columns = torch.from_numpy(owned * self.page_size).to(self.pool.device)
+                self.allocator.free(self.pool.req_to_token[request.row, columns])
+        if self.prefix_cache is not None:
+            self.prefix_cache.unlock(request.prefix_nodes)
+        if request.row >= 0:
+            self.pool.free(request.row)
+        request.row, request.num_computed, request.num_shared_pages = -1, 0, 0
+        request.prefix_nodes, request.owned_pages = NO_SLOTS, np.empty(0, dtype=np.bool_)
+
+    def publish(self, request: Request) -> None:
+        """The full pages that are computed become a cached prefix, for others and for a later turn."""
+        full = request.num_computed // self.page_size
+        if self.prefix_cache is None or full == 0:
+            return
+        columns = torch.arange(full, device=self.pool.device) * self.page_size
+        locs = self.pool.req_to_token[request.row, columns].cpu().numpy().astype(np.int64)
+        result = self.prefix_cache.insert(request.all_tokens()[: full * self.page_size], locs)
+        self.prefix_cache.lock(result.node_ids)
+        self.prefix_cache.unlock(request.prefix_nodes)
+        request.prefix_nodes = result.node_ids
+        request.owned_pages[:full] &= ~result.adopted
+
+    # ---- growing -----------------------------------------------------------------------------------------------
+
+    def extend(self, request: Request, num_tokens: int) -> bool:
+        """Room for the next `num_tokens` tokens of a prefill. False: nothing changed."""
+        start, end = request.num_computed, request.num_computed + num_tokens
+        last = self._locs(np.array([request.row]), np.array([start - 1])) if start else torch.tensor([-1])
+        prefix, seq = torch.tensor([start]), torch.tensor([end])
+        device = self.pool.device
+        found = self.allocator.alloc_extend(
+            prefix.to(device), prefix, seq.to(device), seq, last.to(device), num_tokens, request.is_high_priority
+        )
+        if found is None:
+            return False
+        self.pool.write((request.row, slice(start, end)), found[0])
+        self._own_pages(request, end)
+        return True
+
+    def decode(self, requests: list[Request]) -> bool:
+        """Room for one more token of each request. False: nothing changed."""
+        rows = np.array([r.row for r in requests])
+        ends = np.array([r.num_computed + 1 for r in requests])
+        device = self.pool.device
+        seq = torch.from_numpy(ends)
+        found = self.allocator.alloc_decode(
+            seq.to(device, non_blocking=True), seq, self._locs(rows, ends - 2), [r.is_high_priority for r in requests]
+        )
+        if found is None:
+            return False
+        rows_dev = torch.from_numpy(rows).to(device, non_blocking=True)
+        self.pool.write_tokens(rows_dev, seq.to(device, non_blocking=True) - 1, found[0], rows, ends)
+        for request, end in zip(requests, ends.tolist(), strict=True):
+            self._own_pages(request, end)
+        return True
+
+    def _own_pages(self, request: Request, end: int) -> None:
+        grown = self.pages(end) - len(request.owned_pages)
+        if grown:
+            request.owned_pages = np.concatenate([request.owned_pages, np.ones(grown, dtype=np.bool_)])
+
+    def _locs(self, rows: IntArray, columns: IntArray) -> torch.Tensor:
+        device = self.pool.device
+        index = (torch.from_numpy(rows).to(device, non_blocking=True), torch.from_numpy(columns).to(device, non_blocking=True))
+        return self.pool.req_to_token[index].to(torch.int64)
+
+    # ---- leaving the device whole, and back --------------------------------------------------------------------
+
+    def park(self, request: Request) -> bool:
+        """The request's own pages go to the host whole; shared ones stay. False, nothing changed: the host is full."""
+        owned = np.flatnonzero(request.owned_pages)
+        columns = torch.from_numpy(owned * self.page_size).to(self.pool.device)
+        hosts = self.allocator.park(self.pool.req_to_token[request.row, columns])
+        if hosts is None:
+            return False
+        every = (columns[:, None] + torch.arange(self.page_size, device=self.pool.device)).reshape(-1)
+        self.pool.req_to_token[request.row, every] = 0
+        request.parked = hosts
+        request.state = RequestState.PAUSED
+        request.times_paused += 1
+        return True
+
+    def unpark(self, request: Request) -> bool:
+        """A parked request's pages come back to the device. False: nothing changed."""
+        if request.parked is None:
+            raise InvariantError(f"request {request.id} is not parked")
+        locs = self.allocator.unpark(request.parked, request.is_high_priority)
+        if locs is None:
+            return False
+        owned = np.flatnonzero(request.owned_pages)
+        columns = torch.from_numpy(owned * self.page_size).to(self.pool.device)
+        every = (columns[:, None] + torch.arange(self.page_size, device=self.pool.device)).reshape(-1)
+        # Only locations of computed tokens enter the row: the next extend or decode continues from there.
+        live = every < request.num_computed
+        rows = torch.full_like(every[live], request.row)
+        self.pool.write_tokens(rows, every[live], locs[live], np.array([request.row]), np.array([request.num_computed]))
+        request.parked = None
+        request.state = RequestState.DECODE if request.num_computed + 1 >= request.num_tokens else RequestState.PREFILL
+        return True

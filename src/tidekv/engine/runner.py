@@ -1,0 +1,76 @@
+"""From a step plan to sampled tokens: pack the batch, run the model over the cache, sample."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tidekv.attention.backend import AttentionBackend
+from tidekv.attention.page_tables import build_batch
+from tidekv.engine.memory import RequestMemory
+from tidekv.engine.model import LoadedModel, forward_packed
+from tidekv.engine.request import Request
+from tidekv.engine.sampling import sample
+
+
+class Runner:
+    """Runs packed batches: decodes and prefill chunks together, no padding."""
+
+    def __init__(self, model: LoadedModel, memory: RequestMemory, backend: AttentionBackend) -> None:
+        self.model = model
+        self.memory = memory
+        self.backend = backend
+
+    def run(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Compute the planned tokens; returns (request, next token) for those whose known tokens are all computed."""
+        device, pool, page_size = self.memory.pool.device, self.memory.pool, self.memory.page_size
+        starts = np.array([r.num_computed for r, _ in work], dtype=np.int64)
+        q_lens = np.array([n for _, n in work], dtype=np.int64)
+        kv_lens = starts + q_lens
+        ids = np.concatenate([_tokens(r, r.num_computed, n) for r, n in work])
+        first = np.repeat(np.cumsum(q_lens) - q_lens, q_lens)
+        positions = np.arange(len(ids), dtype=np.int64) - first + np.repeat(starts, q_lens)
+
+        rows = torch.tensor([r.row for r, _ in work], dtype=torch.int64, device=device)
+        positions_dev = torch.from_numpy(positions).to(device, non_blocking=True)
+        token_rows = rows.repeat_interleave(torch.from_numpy(q_lens).to(device), output_size=len(ids))
+        locs = pool.req_to_token[token_rows, positions_dev].to(torch.int64)
+        width = self.memory.pages(int(kv_lens.max())) * page_size
+        slots = pool.req_to_token[rows, :width][:, ::page_size].to(torch.int64) // page_size
+
+        batch = build_batch(self.memory.allocator.ledger, q_lens, kv_lens, slots, locs)
+        done = [i for i, (r, n) in enumerate(work) if r.num_computed + n == r.num_tokens]
+        last = torch.from_numpy(np.cumsum(q_lens)[done] - 1).to(device, non_blocking=True)
+        input_ids = torch.from_numpy(ids).to(device, non_blocking=True)
+        self.backend.begin(batch)
+        try:
+            logits = forward_packed(self.model.model, input_ids, positions_dev, last, self.backend)
+        finally:
+            self.backend.end()
+        for request, n in work:
+            request.num_computed += n
+        finished = [work[i][0] for i in done]
+        return list(zip(finished, self._sample(finished, logits), strict=True))
+
+    def _sample(self, requests: list[Request], logits: torch.Tensor) -> list[int]:
+        if not requests:
+            return []
+        params = [r.sampling for r in requests]
+        seeds = np.array([p.seed or 0 for p in params], dtype=np.uint64)
+        tokens = sample(
+            logits.float(),
+            torch.tensor([p.temperature for p in params]),
+            torch.tensor([p.top_p for p in params]),
+            torch.from_numpy(seeds),
+            torch.tensor([r.num_tokens for r in requests]),
+        )
+        return tokens.tolist()
+
+
+def _tokens(request: Request, start: int, n: int) -> np.ndarray:
+    """Tokens [start, start + n) of prompt and output, without joining the two lists."""
+    split = len(request.prompt_ids)
+    out = request.prompt_ids[start : start + n]
+    if start + n > split:
+        out = out + request.output_ids[max(0, start - split) : start + n - split]
+    return np.array(out, dtype=np.int64)

@@ -1,0 +1,231 @@
+"""Who runs in the next step, and who makes room when memory is short. One policy an engine:
+
+    narrow    pages give up layers (the allocator's ladder); if even that does not do, the lowest, newest request is parked
+              on the host whole. Retracts only when the host is full too.
+    swap      no narrowing: the lowest, newest request moves to the host whole and comes back later
+    retract   no narrowing: the lowest, newest request loses its cache and is computed again
+    reserve   no narrowing: a request is admitted only when all that it can grow to is free, so nobody ever makes room
+
+High priority goes first everywhere; within a class the order of arrival. No decision depends on a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from tidekv.engine.memory import RequestMemory
+from tidekv.engine.request import Request, RequestState
+from tidekv.errors import CapacityError
+from tidekv.memory.ledger import DYNAMIC
+
+Pressure = Literal["narrow", "retract", "swap", "reserve"]
+PRESSURES: tuple[str, ...] = get_args(Pressure)
+
+
+@dataclass
+class StepPlan:
+    """What one step computes: each request with its number of new tokens. Their locations are in `req_to_token`."""
+
+    work: list[tuple[Request, int]] = field(default_factory=list)
+
+
+def by_rank(requests: Iterable[Request]) -> list[Request]:
+    """High before low, then in order of arrival."""
+    return sorted(requests, key=lambda r: (not r.is_high_priority, r.arrival_order))
+
+
+class Scheduler:
+    """Queues: `waiting` (no memory), `running` (prefill and decode), `parked` (on the host)."""
+
+    def __init__(self, memory: RequestMemory, pressure: Pressure, prefill_chunk: int, max_running: int) -> None:
+        self.memory = memory
+        self.pressure = pressure
+        self.prefill_chunk = prefill_chunk
+        self.max_running = max_running
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.parked: list[Request] = []
+        self.num_steps = 0
+        self.num_retractions = self.num_parkings = self.recomputed_tokens = 0
+
+    # ---- arrival -----------------------------------------------------------------------------------------------
+
+    def largest_request(self) -> int:
+        """Tokens (prompt and output) that a request can reach when it has the pool to itself."""
+        ledger, page_size = self.memory.allocator.ledger, self.memory.page_size
+        pages = ledger.geometry.num_pages
+        if len(ledger.ladder) > 1:
+            # At minimum width, less the staging for one page of prompt at a time; each slot needs a host page.
+            slots = (pages - max(1, ledger.staging_target(1))) << (len(ledger.ladder) - 1)
+            pages = max(pages, min(slots, ledger.num_host_pages))
+        return min(pages * page_size, self.memory.pool.max_context_len)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. `CapacityError` if it can never fit, with the number of tokens that would."""
+        need, most = self.full_length(request), self.largest_request()
+        if need > most:
+            raise CapacityError(
+                f"request {request.id} needs room for {need} tokens ({len(request.prompt_ids)} prompt + "
+                f"{request.sampling.max_new_tokens} new) but at most {most} fit, even alone; "
+                "shorten it, or raise num_pages or host_memory"
+            )
+        self.waiting.append(request)
+
+    @staticmethod
+    def full_length(request: Request) -> int:
+        """Tokens whose KV the request needs at its end: the last token is never fed back."""
+        return len(request.prompt_ids) + request.sampling.max_new_tokens - 1
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running or self.parked)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that is finished or aborted, in whatever state; its memory goes back."""
+        for queue in (self.waiting, self.running, self.parked):
+            if request in queue:
+                queue.remove(request)
+        self.memory.release(request)
+
+    # ---- one step ----------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        """Choose the step's requests and give them memory. Empty only when nothing can run."""
+        self.num_steps += 1
+        plan = StepPlan()
+        self._resume()
+        self._plan_decodes(plan)
+        self._plan_prefills(plan)
+        for request, _ in plan.work:
+            request.last_step = self.num_steps
+        return plan
+
+    def _plan_decodes(self, plan: StepPlan) -> None:
+        chosen = self._steppable(by_rank(r for r in self.running if r.state is RequestState.DECODE))
+        while chosen and not self.memory.decode(chosen):
+            victim = self._make_room(chosen)
+            chosen = [r for r in chosen if r is not victim]
+        plan.work += [(request, 1) for request in chosen]
+
+    def _steppable(self, requests: list[Request]) -> list[Request]:
+        """All of them, unless the narrowed ones have more slots than staging holds: then low priority takes turns."""
+        ledger = self.memory.allocator.ledger
+        if not ledger.any_narrow or not requests:
+            return requests
+        pages = max(int(ledger.used[DYNAMIC]), ledger.staging_target(int(ledger.num_narrow.sum())))
+        room = pages * len(ledger.pair_offsets)
+        narrow = dict(zip(requests, self.memory.narrow_slots(requests).tolist(), strict=True))
+        longest_untouched = sorted(requests, key=lambda r: (not r.is_high_priority, r.last_step, r.arrival_order))
+        chosen: set[Request] = set()
+        for request in longest_untouched:
+            need = narrow[request]
+            if request.is_high_priority or need <= room or not chosen:
+                chosen.add(request)
+                room -= need
+        return [r for r in requests if r in chosen]
+
+    def _plan_prefills(self, plan: StepPlan) -> None:
+        budget = self.prefill_chunk
+        for request in by_rank(r for r in self.running if r.state is RequestState.PREFILL):
+            budget -= self._prefill(plan, request, budget)
+        for request in by_rank(self.waiting):
+            if budget <= 0 or len(self.running) >= self.max_running or not self._may_admit(request):
+                break
+            if not self.memory.admit(request):
+                break
+            self.waiting.remove(request)
+            self.running.append(request)
+            recomputed = max(0, request.lost_tokens - request.num_computed)
+            request.recomputed_tokens += recomputed
+            self.recomputed_tokens += recomputed
+            request.lost_tokens = 0
+            computed = self._prefill(plan, request, budget)
+            if not computed and not request.num_computed:  # no room even for a page: back, and nobody overtakes it
+                self.memory.release(request)
+                self.running.remove(request)
+                self.waiting.append(request)
+                request.state = RequestState.WAITING
+                break
+            budget -= computed
+
+    def _prefill(self, plan: StepPlan, request: Request, budget: int) -> int:
+        """Plan up to `budget` tokens of the request's prompt; fewer where memory is short. Returns the number."""
+        left = request.num_tokens - request.num_computed
+        chunk = min(left, budget)
+        while chunk > 0 and not self.memory.extend(request, chunk):
+            # A smaller chunk needs less staging. Only when not even one page fits, somebody has to make room.
+            if chunk > self.memory.page_size:
+                chunk = max(self.memory.page_size, chunk // 2 // self.memory.page_size * self.memory.page_size)
+            elif plan.work or len(self.running) == 1:
+                return 0  # others run meanwhile and free memory at their end
+            elif self._make_room([request]) is request:
+                return 0
+        if chunk > 0:
+            plan.work.append((request, chunk))
+        return max(chunk, 0)
+
+    # ---- admission ---------------------------------------------------------------------------------------------
+
+    def _may_admit(self, request: Request) -> bool:
+        """Admission by policy. Whoever was running already (parked, retracted) comes before a newcomer of its class."""
+        memory = self.memory
+        if any(r.is_high_priority >= request.is_high_priority for r in self.parked):
+            return False
+        if not self.running:
+            return True
+        if self.pressure == "reserve":
+            promised = sum(self._pages_to_come(r) for r in self.running)
+            return promised + memory.pages(self.full_length(request)) <= memory.free_pages()
+        if self.pressure == "narrow":
+            # All that is admitted fits at minimum width when it has grown to its end, so growth never needs a parking.
+            admitted = [*self.running, *self.parked, request]
+            slots = sum(memory.pages(self.full_length(r)) for r in admitted)
+            return slots * memory.page_size <= self.largest_pool()
+        # retract, swap: optimistic, as the usual engines are. Its next chunk fits; growth is somebody's later problem.
+        return memory.pages(min(request.num_tokens, self.prefill_chunk)) <= memory.free_pages()
+
+    def largest_pool(self) -> int:
+        """Tokens that the pool holds when everything is at minimum width (full width where the host has no room)."""
+        ledger = self.memory.allocator.ledger
+        pages = ledger.geometry.num_pages
+        slots = (pages - self.memory.allocator.budgets.dynamic_max_pages) << (len(ledger.ladder) - 1)
+        return max(pages, min(slots, ledger.num_host_pages)) * self.memory.page_size
+
+    def _pages_to_come(self, request: Request) -> int:
+        return self.memory.pages(self.full_length(request)) - self.memory.pages(request.num_computed)
+
+    # ---- making room -------------------------------------------------------------------------------------------
+
+    def _make_room(self, wanting: list[Request]) -> Request:
+        """The lowest, newest running request gives up its memory, in the way of the policy. Returns it."""
+        victim = by_rank(self.running)[-1]
+        if self.pressure in ("narrow", "swap") and self.memory.park(victim):
+            self.running.remove(victim)
+            self.parked.append(victim)
+            self.num_parkings += 1
+        else:
+            self._retract(victim)
+        return victim
+
+    def _retract(self, victim: Request) -> None:
+        lost = victim.num_computed
+        self.memory.release(victim)
+        victim.lost_tokens = lost
+        victim.state = RequestState.WAITING
+        victim.times_retracted += 1
+        self.num_retractions += 1
+        self.running.remove(victim)
+        self.waiting.append(victim)
+
+    def _resume(self) -> None:
+        """Parked requests come back, highest and oldest first, when there is room without new pressure, or nothing runs."""
+        for request in by_rank(self.parked):
+            allocator = self.memory.allocator
+            pages = int(request.owned_pages.sum()) + 1 + len(self.running)  # and a page for everybody's growth
+            fits = pages * self.memory.page_size <= allocator.available_size(request.is_high_priority)
+            if (self.running and not fits) or not self.memory.unpark(request):
+                break
+            self.parked.remove(request)
+            self.running.append(request)

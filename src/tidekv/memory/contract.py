@@ -1,0 +1,126 @@
+"""What callers must hand to the allocator. Every check runs before anything changes and names the value it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tidekv.errors import ConfigError, DoubleFreeError
+from tidekv.memory.ledger import BoolArray, IntArray, Ledger
+
+# None: all high. A bool: all of that. A list or a bool tensor [bs]: one for each request.
+Priorities = bool | Iterable[bool] | torch.Tensor | None
+
+
+def check_device_vector(name: str, tensor: torch.Tensor, length: int, device: torch.device) -> None:
+    """[length] int64 on `device`, else `ConfigError`."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype != torch.int64:
+        raise ConfigError(f"{name} must be int64, got {tensor.dtype}")
+    if tensor.shape != (length,):
+        raise ConfigError(f"{name} must have shape ({length},), got {tuple(tensor.shape)}")
+    if tensor.device.type != device.type:
+        raise ConfigError(f"{name} must be on {device}, got {tensor.device}")
+
+
+def host_lens(name: str, tensor: torch.Tensor) -> IntArray:
+    """A CPU length tensor as a numpy view: [bs] int64."""
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu" or tensor.dim() != 1:
+        raise ConfigError(f"{name} must be a 1-d tensor on the CPU, got {_describe(tensor)}")
+    if tensor.dtype not in (torch.int64, torch.int32):
+        raise ConfigError(f"{name} must be int64, got {tensor.dtype}")
+    lens: npt.NDArray[np.int64] = tensor.numpy()
+    return lens
+
+
+def check_extend(prefix_lens: IntArray, seq_lens: IntArray, extend_num_tokens: int) -> None:
+    """0 <= prefix <= seq for each request, and `extend_num_tokens` is their difference summed."""
+    if len(prefix_lens) != len(seq_lens):
+        raise ConfigError(f"prefix_lens has {len(prefix_lens)} requests but seq_lens has {len(seq_lens)}")
+    bad = np.flatnonzero((prefix_lens < 0) | (seq_lens < prefix_lens))
+    if len(bad):
+        i = int(bad[0])
+        raise ConfigError(f"request {i}: need 0 <= prefix_len <= seq_len, got {prefix_lens[i]} and {seq_lens[i]}")
+    tokens = int(seq_lens.sum() - prefix_lens.sum())
+    if tokens != extend_num_tokens:
+        raise ConfigError(f"extend_num_tokens must be {tokens}, the sum of seq_lens - prefix_lens, got {extend_num_tokens}")
+
+
+def check_last_loc(ledger: Ledger, last_loc: torch.Tensor, prefix_lens: IntArray, extends: BoolArray) -> None:
+    """`(last_loc + 1) % page_size == prefix_len % page_size`, and a page that goes on is one that is handed out.
+
+    Reads `last_loc`, so callers run it where that costs no wait: on the CPU.
+    """
+    page_size = ledger.geometry.page_size
+    last = last_loc.numpy()
+    wrong = extends & ((last + 1) % page_size != prefix_lens % page_size)
+    goes_on = extends & (prefix_lens % page_size != 0)
+    wrong |= goes_on & ~ledger.is_slot(last // page_size)
+    if wrong.any():
+        i = int(np.flatnonzero(wrong)[0])
+        raise ConfigError(
+            f"request {i}: last_loc {last[i]} does not fit prefix_len {prefix_lens[i]} (page_size {page_size}): "
+            "(last_loc + 1) % page_size must equal prefix_len % page_size, in a page that is handed out"
+        )
+
+
+def check_locs(name: str, locs: torch.Tensor) -> None:
+    """Locations of any shape, int64 or int32; a float that looks like one would be cut to a wrong slot."""
+    if not isinstance(locs, torch.Tensor) or locs.dtype not in (torch.int64, torch.int32):
+        raise ConfigError(f"{name} must be an int64 or int32 tensor of locations, got {_describe(locs)}")
+
+
+def check_parked(ledger: Ledger, host_pages: IntArray) -> None:
+    """Host pages that `park` gave, each once, not yet unparked or dropped; else `DoubleFreeError`."""
+    inside = (host_pages >= 0) & (host_pages < ledger.num_host_pages)
+    bad = host_pages[~inside | ~ledger.host_parked[np.where(inside, host_pages, 0)]] if ledger.num_host_pages else host_pages
+    if len(bad) or len(np.unique(host_pages)) != len(host_pages):
+        raise DoubleFreeError(f"host pages {(bad if len(bad) else host_pages)[:8].tolist()} are not parked (each once)")
+
+
+def slots_to_free(ledger: Ledger, locs: IntArray, already: IntArray) -> IntArray:
+    """The slots that these locations free, each once. `DoubleFreeError` for what is not handed out, or is in `already`."""
+    page_size = ledger.geometry.page_size
+    if len(np.unique(locs)) != len(locs):
+        values, counts = np.unique(locs, return_counts=True)
+        raise DoubleFreeError(f"locations {values[counts > 1][:8].tolist()} are freed twice in one call")
+    combined = np.unique(locs // page_size)
+    bad = combined[~ledger.is_slot(combined)]
+    if len(bad):
+        first = int(bad[0])
+        page, stride = first % ledger.page_stride, ledger.page_stride
+        why = (
+            f"out of range: locations lie in 0..{ledger.geometry.flat_rows - 1}"
+            if not 0 <= first < ledger.geometry.num_combined
+            else "page 0 is the sink and is never handed out"
+            if page == 0
+            else "not handed out: freed before, or never allocated"
+        )
+        raise DoubleFreeError(f"cannot free location {first * page_size} (page {page}, slot_start {first // stride + 1}): {why}")
+    again = combined[np.isin(combined, already)]
+    if len(again):
+        raise DoubleFreeError(f"location {int(again[0]) * page_size} is freed twice in one free group")
+    return combined
+
+
+def budget_pages(name: str, value: int | float | None, default: int, num_pages: int) -> int:
+    """A budget in pages: an int is pages, a float in [0, 1] a fraction of P, None the default."""
+    if value is None:
+        return default
+    if isinstance(value, float):
+        if not 0.0 <= value <= 1.0:
+            raise ConfigError(f"{name} as a fraction must lie in 0.0..1.0, got {value}")
+        return int(value * num_pages)
+    if not 0 <= value <= num_pages:
+        raise ConfigError(f"{name} must lie in 0..{num_pages} pages, got {value}")
+    return value
+
+
+def _describe(tensor: object) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
+    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"

@@ -1,0 +1,75 @@
+"""Everyone who keeps copies of locations, so that a repack can rewrite them all by one lookup table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from tidekv.errors import ConfigError
+from tidekv.kernels import remap
+from tidekv.memory.ledger import IntArray
+from tidekv.memory.req_to_token import ReqToTokenPool
+
+# Tensors (any device, int32 or int64, any shape) that a repack rewrites in place; 0, the sink, stays 0. A callable is asked
+# for its tensors at every repack, for holders whose tensors come and go.
+LocHolder = torch.Tensor | Callable[[], Sequence[torch.Tensor]]
+
+
+class LocHolders:
+    """`req_to_token` (live rows only) and whatever else was registered."""
+
+    def __init__(self, req_to_token_pool: ReqToTokenPool | None, page_size: int) -> None:
+        self.req_to_token_pool = req_to_token_pool
+        self.page_size = page_size
+        self._others: list[LocHolder] = []
+
+    def register(self, holder: LocHolder) -> Callable[[], None]:
+        """Adds a holder; the returned function takes it out again."""
+        if not isinstance(holder, torch.Tensor) and not callable(holder):
+            raise ConfigError(f"a location holder is a tensor or a callable that gives tensors, got {type(holder).__name__}")
+        self._others.append(holder)
+
+        def unregister() -> None:
+            self._others = [other for other in self._others if other is not holder]
+
+        return unregister
+
+    def other_tensors(self) -> list[torch.Tensor]:
+        """The tensors of all holders but `req_to_token`, as they are now."""
+        tensors: list[torch.Tensor] = []
+        for holder in self._others:
+            tensors.extend([holder] if isinstance(holder, torch.Tensor) else holder())
+        return tensors
+
+    def remap(self, lookup: IntArray) -> None:
+        """`loc -> lookup[loc // page_size] * page_size + loc % page_size` in every holder. One launch a tensor."""
+        tables: dict[torch.device, torch.Tensor] = {}
+
+        def table(device: torch.device) -> torch.Tensor:
+            if device not in tables:
+                tables[device] = torch.from_numpy(lookup).to(device, non_blocking=True)
+            return tables[device]
+
+        pool = self.req_to_token_pool
+        if pool is not None and len(pool.live_rows()):
+            rows = torch.from_numpy(pool.live_rows()).to(pool.device, non_blocking=True)
+            remap.remap_rows_(pool.req_to_token, rows, pool.written_width(), table(pool.device), self.page_size)
+        for tensor in self.other_tensors():
+            remap.remap_locs_(tensor, table(tensor.device), self.page_size)
+
+    def remapped(self, locs: torch.Tensor, lookup: IntArray) -> torch.Tensor:
+        """A rewritten copy of `locs`; the argument is left alone."""
+        return remap.remap_locs_(locs.clone(), torch.from_numpy(lookup).to(locs.device, non_blocking=True), self.page_size)
+
+    def live_slots(self) -> tuple[IntArray, IntArray]:
+        """For the checker: (one entry a slot and live row that holds it, slots that the other holders name)."""
+        rows: list[IntArray] = []
+        if self.req_to_token_pool is not None:
+            for row in self.req_to_token_pool.live_rows():
+                locs = self.req_to_token_pool.req_to_token[int(row)]
+                rows.append(np.unique(locs[locs != 0].cpu().numpy().astype(np.int64) // self.page_size))
+        others = [t.reshape(-1).cpu().numpy().astype(np.int64) // self.page_size for t in self.other_tensors()]
+        empty = np.empty(0, dtype=np.int64)
+        return np.concatenate([empty, *rows]), np.unique(np.concatenate([empty, *others]))

@@ -1,0 +1,98 @@
+"""Which layer of which slots is brought in when, and into which staging cell: decided before the step, as data.
+
+A narrowed slot of the batch owns a dynamic slot, a pair of cells. The copies of a step are *items* (layer, part) in the
+order in which the forward needs them; item i uses cell i % 2 of the pairs, so that the copy of item i + 1 runs under the
+attention of item i and the copy of item i + 2 waits for it. If there are more narrowed slots than dynamic slots they are
+cut into parts that use the same pairs one after the other, and attention merges the parts by log-sum-exp.
+
+Example: 30 layers, slots of width 15, one part: items (1, 0) (3, 0) (5, 0) ... (29, 0) in cells 0, 1, 0, ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tidekv.memory.ledger import IntArray
+
+
+@dataclass(frozen=True)
+class Item:
+    """One copy of a step: entries [begin, end) of the schedule's lists, for `layer`, into cell `position` of the pairs."""
+
+    index: int
+    layer: int
+    part: int
+    position: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class StreamSchedule:
+    """All copies of one step.
+
+    slots, dynamic, part   [n] int64: narrowed slots of the batch, the dynamic slot of each, and its part
+    src, dst               flat pages, host -> device, one run of entries an item
+    by_layer               items of each layer, by part
+    position               [num_parts, L] int32: the cell that holds a part's non-resident copy of a layer
+    """
+
+    slots: IntArray
+    dynamic: IntArray
+    part: IntArray
+    num_parts: int
+    items: tuple[Item, ...]
+    src: IntArray
+    dst: IntArray
+    by_layer: tuple[tuple[Item, ...], ...]
+    position: npt.NDArray[np.int32]
+
+
+def build_schedule(
+    resident_pos: npt.NDArray[np.int32],
+    slots: IntArray,
+    levels: IntArray,
+    host_pages: IntArray,
+    dynamic_slots: IntArray,
+    page_stride: int,
+    num_host_pages: int,
+) -> StreamSchedule:
+    """The copies of a step that reads `slots` ([n], with their ladder levels and host pages) through `dynamic_slots` ([c]).
+
+    Slot i lands in dynamic slot i % c in part i // c, so slots that receive tokens in this step must come first, in the
+    order of their own dynamic slots: they are all in part 0, where the new tokens are written.
+    """
+    count, capacity = len(slots), max(1, len(dynamic_slots))
+    part = np.arange(count, dtype=np.int64) // capacity
+    dynamic = dynamic_slots[np.arange(count) % capacity]
+    num_parts = int(part[-1]) + 1 if count else 0
+    layer_num = resident_pos.shape[1]
+    position = np.zeros((max(1, num_parts), layer_num), dtype=np.int32)
+    items: list[Item] = []
+    by_layer: list[tuple[Item, ...]] = []
+    src: list[IntArray] = []
+    dst: list[IntArray] = []
+    end = 0
+    for layer in range(layer_num):
+        away = resident_pos[levels, layer] < 0
+        mine: list[Item] = []
+        for p in range(num_parts):
+            here = np.flatnonzero(away & (part == p))
+            if not len(here):
+                continue
+            item = Item(len(items), layer, p, len(items) % 2, end, end + len(here))
+            items.append(item)
+            mine.append(item)
+            position[p, layer] = item.position
+            src.append(layer * num_host_pages + host_pages[here])
+            dst.append(dynamic[here] + item.position * page_stride)
+            end += len(here)
+        by_layer.append(tuple(mine))
+    empty = np.empty(0, dtype=np.int64)
+    return StreamSchedule(
+        slots, dynamic, part, num_parts, tuple(items), np.concatenate([empty, *src]), np.concatenate([empty, *dst]),
+        tuple(by_layer), position,
+    )  # fmt: skip

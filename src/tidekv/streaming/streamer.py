@@ -1,0 +1,106 @@
+"""Runs a step's copies, host -> staging cells, in step with the layers that need them. Decides nothing.
+
+On CUDA the copies run on their own stream. Three orders keep them right, each by one event:
+  - a step's first copies wait for what the compute stream did before (write-back of the last step's tokens, repacks);
+  - attention of an item waits for that item's copy only (`acquire`);
+  - the copy of item i + 2, which overwrites the cell of item i, waits for the attention of item i (`release`).
+On the CPU the same calls copy at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tidekv.errors import InvariantError
+from tidekv.kernels import move as kernels
+from tidekv.memory.device_pool import DeviceKVPool
+from tidekv.memory.host_pool import HostKVPool
+from tidekv.streaming.schedule import Item, StreamSchedule
+
+AHEAD = 2  # items in flight: one being read, one being filled. More would need more than two cells a slot.
+
+
+class Streamer:
+    """before_copy: called on the copying stream before each copy; tests delay or poison through it."""
+
+    def __init__(
+        self,
+        device_pool: DeviceKVPool,
+        host_pool: HostKVPool,
+        before_copy: Callable[[Item], None] | None = None,
+        max_programs: int | None = None,
+    ) -> None:
+        self.device_pool = device_pool
+        self.host_pool = host_pool
+        self.before_copy = before_copy
+        self.max_programs = max_programs
+        self.bytes_in = 0
+        self.copies = 0
+        on_cuda = device_pool.device.type == "cuda"
+        self._stream = torch.cuda.Stream(device_pool.device) if on_cuda else None
+        self._schedule: StreamSchedule | None = None
+        self._copied: dict[int, torch.cuda.Event] = {}
+
+    def begin(self, schedule: StreamSchedule) -> None:
+        """Start a step: upload its lists once and set the first copies going."""
+        self._schedule = schedule
+        device = self.device_pool.device
+        if self._stream is None:
+            self._src, self._dst = torch.from_numpy(schedule.src), torch.from_numpy(schedule.dst)
+            return
+        self._src = torch.from_numpy(schedule.src).pin_memory().to(device, non_blocking=True)
+        self._dst = torch.from_numpy(schedule.dst).pin_memory().to(device, non_blocking=True)
+        self._copied = {}
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        for item in schedule.items[:AHEAD]:
+            self._issue(item)
+
+    def acquire(self, item: Item) -> None:
+        """From here on the current stream may read the item's staging cells."""
+        if self._stream is None:
+            self._copy(item)
+        else:
+            torch.cuda.current_stream(self.device_pool.device).wait_event(self._copied.pop(item.index))
+
+    def release(self, item: Item) -> None:
+        """The current stream has issued its last read of the item's cells: the copy after next may overwrite them."""
+        if self._schedule is None:
+            raise InvariantError("release outside a step")
+        follower = item.index + AHEAD
+        if self._stream is not None and follower < len(self._schedule.items):
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(self.device_pool.device))
+            self._stream.wait_event(done)
+            self._issue(self._schedule.items[follower])
+
+    def end(self) -> None:
+        """The step is over; later work on the current stream may reuse staging and host pages."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device_pool.device).wait_stream(self._stream)
+        self._schedule = None
+
+    def _issue(self, item: Item) -> None:
+        assert self._stream is not None
+        with torch.cuda.stream(self._stream):
+            self._copy(item)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        self._copied[item.index] = event
+
+    def _copy(self, item: Item) -> None:
+        if self.before_copy is not None:
+            self.before_copy(item)
+        kernels.copy_cells(
+            self.device_pool.k_flat,
+            self.device_pool.v_flat,
+            self.host_pool.k_flat,
+            self.host_pool.v_flat,
+            self._dst[item.begin : item.end],
+            self._src[item.begin : item.end],
+            self.device_pool.geometry.page_size,
+            max_programs=self.max_programs,
+        )
+        self.copies += 1
+        self.bytes_in += (item.end - item.begin) * self.device_pool.geometry.cell_bytes

@@ -1,0 +1,118 @@
+"""Which location each new token gets. Would catch: a wrong cumulative sum, the caller's order lost, a last page not
+filled up first."""
+
+import random
+
+import pytest
+import torch
+
+from tidekv.errors import ConfigError
+from tidekv.kernels import assign
+from tidekv.kernels.assign import alloc_decode, alloc_extend
+
+
+def int64(values, device):
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def naive_extend(prefix, seq, last, slots, page_size, order):
+    """One token at a time, straight from the contract."""
+    slots = iter(slots)
+    placed = {}
+    for r in order:
+        here, loc = [], last[r]
+        for pos in range(prefix[r], seq[r]):
+            loc = next(slots) * page_size if pos % page_size == 0 else loc + 1
+            here.append(loc)
+        placed[r] = here
+    assert next(slots, None) is None, "the case must use all its slots"
+    return [loc for r in range(len(seq)) for loc in placed[r]]
+
+
+def random_case(rng, bs, page_size, decode=False):
+    prefix, seq, last = [], [], []
+    for _ in range(bs):
+        p = rng.choice([0, rng.randrange(0, 5 * page_size)])
+        prefix.append(p)
+        seq.append(p + (1 if decode else rng.choice([0, 1, page_size, rng.randrange(0, 4 * page_size)])))
+        last.append(rng.randrange(1, 1 << 33) * page_size + (p - 1) % page_size)
+    pages = sum(-(-s // page_size) - -(-p // page_size) for p, s in zip(prefix, seq, strict=True))
+    slots = rng.sample(range(1, 1 << 33), pages)  # past 2**31: locations must stay int64
+    order = list(range(bs))
+    rng.shuffle(order)
+    return prefix, seq, last, slots, order
+
+
+def test_extend_by_hand(backend, device):
+    # page_size 4. Request 0: 6 -> 11 fills offsets 2, 3 of page 3, then slot 7. Request 1: 0 -> 5 takes slots 47 and
+    # 2. Request 2: nothing.
+    args = [int64(x, device) for x in ([6, 0, 4], [11, 5, 4], [13, -1, 31], [7, 47, 2])]
+    out = alloc_extend(*args, 10, 4, None, backend=backend)
+    assert out.tolist() == [14, 15, 28, 29, 30, 188, 189, 190, 191, 8]
+    assert out.dtype == torch.int64
+
+
+def test_extend_in_another_order_returns_in_the_callers(backend, device):
+    # Request 1 takes first, so it gets slots 7 and 47, and request 0 gets slot 2; the output still starts with request
+    # 0.
+    args = [int64(x, device) for x in ([6, 0, 4], [11, 5, 4], [13, -1, 31], [7, 47, 2])]
+    out = alloc_extend(*args, 10, 4, int64([1, 2, 0], device), backend=backend)
+    assert out.tolist() == [14, 15, 8, 9, 10, 28, 29, 30, 31, 188]
+
+
+def test_decode_by_hand(backend, device):
+    args = [int64(x, device) for x in ([9, 7, 1], [15, 21, -1], [5, 47])]
+    assert alloc_decode(*args, 4, None, backend=backend).tolist() == [20, 22, 188]
+    assert alloc_decode(*args, 4, int64([2, 1, 0], device), backend=backend).tolist() == [188, 22, 20]
+
+
+@pytest.mark.parametrize(("bs", "page_size"), [(1, 1), (1, 16), (7, 4), (9, 1), (40, 16), (12, 3)])
+def test_extend_matches_one_token_at_a_time(backend, device, bs, page_size):
+    rng = random.Random(bs * 100 + page_size)
+    for ordered in (False, True):
+        prefix, seq, last, slots, order = random_case(rng, bs, page_size)
+        expected = naive_extend(prefix, seq, last, slots, page_size, order if ordered else range(bs))
+        args = [int64(x, device) for x in (prefix, seq, last, slots)]
+        out = alloc_extend(*args, len(expected), page_size, int64(order, device) if ordered else None, backend=backend)
+        assert out.tolist() == expected
+
+
+@pytest.mark.parametrize(("bs", "page_size"), [(1, 1), (1, 16), (7, 4), (9, 1), (1024, 4), (2500, 8)])
+def test_decode_matches_one_token_at_a_time(backend, device, bs, page_size):
+    rng = random.Random(bs * 100 + page_size)  # bs 2500: three blocks of turns, so earlier blocks are counted
+    for ordered in (False, True):
+        prefix, seq, last, slots, order = random_case(rng, bs, page_size, decode=True)
+        expected = naive_extend(prefix, seq, last, slots, page_size, order if ordered else range(bs))
+        args = [int64(x, device) for x in (seq, last, slots)]
+        out = alloc_decode(*args, page_size, int64(order, device) if ordered else None, backend=backend)
+        assert out.tolist() == expected
+
+
+def test_extend_sums_over_more_than_one_chunk_of_requests(backend, device, monkeypatch):
+    # Each request has one token on its own page; the last programs must add a second chunk of the batch.
+    # The interpreter takes 40 ms a program, so there the chunk is made 32 requests long instead of the batch 1030.
+    if device == "cpu":
+        monkeypatch.setattr(assign, "_BLOCK_REQUESTS", 32)
+    bs = 1030 if device == "cuda" else 70
+    zeros, ones = torch.zeros(bs, dtype=torch.int64, device=device), torch.ones(bs, dtype=torch.int64, device=device)
+    slots = torch.arange(1, bs + 1, device=device)
+    order = torch.arange(bs - 1, -1, -1, device=device)
+    assert torch.equal(alloc_extend(zeros, ones, zeros, slots, bs, 4, order, backend=backend), slots.flip(0) * 4)
+
+
+def test_empty_batches(backend, device):
+    none = int64([], device)
+    assert alloc_extend(none, none, none, none, 0, 4, None, backend=backend).tolist() == []
+    assert alloc_decode(none, none, none, 4, None, backend=backend).tolist() == []
+
+
+def test_a_wrong_dtype_or_length_is_named(device):
+    good = int64([4, 5], device)
+    with pytest.raises(ConfigError, match=r"seq_lens must be torch.int64, got torch.int32"):
+        alloc_decode(good.int(), good, good, 4)
+    with pytest.raises(ConfigError, match="prefix_lens must have 2 entries as last_loc has, got 1"):
+        alloc_extend(good[:1], good, good, good, 1, 4)
+    with pytest.raises(ConfigError, match="page_size must be at least 1, got 0"):
+        alloc_decode(good, good, good, 0)
+    with pytest.raises(ConfigError, match="backend must be"):
+        alloc_decode(good, good, good, 4, backend="cuda")
