@@ -42,10 +42,10 @@ test: lint ## lint, then every test that needs no GPU
 	$(BIN)/python -m pytest tests --ignore=tests/kernels
 
 soak: $(STAMP) ## random load with invariant checks for SECONDS (default 600)
-	$(BIN)/python benchmarks/soak.py --seconds $(SECONDS)
+	$(BIN)/python -m tests.stateful.soak --seconds $(SECONDS)
 
 bench: $(STAMP) ## the benchmark tables
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python -m benchmarks.run
 
 clean: ## remove .venv and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from oracle import V_BITS, k_bits
 
 HIGH, LOW, DYNAMIC = 1, 2, 3

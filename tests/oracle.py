@@ -1,7 +1,7 @@
-"""The independent side of the tests: what must be true, said with plain Python and numpy and none of tidekv's own helpers.
+"""The independent side of the tests: what must be true, in plain Python and numpy, with none of tidekv's own helpers.
 
 `CacheModel` drives an allocator as an engine would and keeps its own record of every live token: a plain table from
-(request, position) to a serial number. K and V of (serial, layer) carry bits that no other token and layer has, so a cell
+(request, position) to a serial number. K and V of (serial, layer) carry bits that no other token and layer has: a cell
 that lands in a wrong place, is lost, or is read from a stale copy shows at the next read-back.
 """
 
@@ -504,10 +504,15 @@ class CacheModel:
         copied = (hosts >= 0)[:, None] & (~resident | ledger.backed[slots][:, None])
         assert (resident | copied).all(), "a layer is nowhere"
         host_rows = (np.arange(self.layer_num) * self.config["host_pages"] + hosts[:, None]) * self.page_size
-        return resident, locs[:, None] + position * stride * self.page_size, copied, host_rows + (locs % self.page_size)[:, None]
+        return (
+            resident,
+            locs[:, None] + position * stride * self.page_size,
+            copied,
+            host_rows + (locs % self.page_size)[:, None],
+        )
 
     def _verify_layout(self, locs: np.ndarray, want: np.ndarray) -> None:
-        """Reads the flat tensors: the device where a layer is resident, the host where it is not or is written through."""
+        """Reads the flat tensors: the device where a layer is resident, the host where it is not, or has a copy."""
         for where, flats in zip(self._by_side(locs), self.flats, strict=True):
             mask, rows = where
             at, bits = rows[mask], want[mask]
@@ -629,7 +634,12 @@ class CacheModel:
         return request
 
     def _place(
-        self, batch: list[Request], grows: list[int], out: torch.Tensor, dynamic: torch.Tensor | None, write: bool = True
+        self,
+        batch: list[Request],
+        grows: list[int],
+        out: torch.Tensor,
+        dynamic: torch.Tensor | None,
+        write: bool = True,
     ) -> None:
         """Check what an allocation returned, note it in req_to_token and the record, and write K and V."""
         assert out.dtype == torch.int64
@@ -642,7 +652,7 @@ class CacheModel:
             self.pool.write((request.row, slice(len(request), len(request) + n)), out[at : at + n])
             request.serials = np.concatenate([request.serials, self._serials(n)])
             slots = self.table[request.row, : len(request)] // size
-            assert np.array_equal(slots, slots[:: size].repeat(size)[: len(slots)]), "a page of tokens spans two slots"
+            assert np.array_equal(slots, slots[::size].repeat(size)[: len(slots)]), "a page of tokens spans two slots"
             at += n
         serials = np.arange(self.next_serial - sum(grows), self.next_serial)
         self._verify_dynamic(locs, dynamic, serials)

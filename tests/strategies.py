@@ -63,7 +63,7 @@ class Many:
 
 PICK = Int(0, 11)  # an index into whatever there is, modulo its length
 
-# One request of a batch: a new one or `requests[pick]`, how many tokens (in pages and tokens), its class, a shared prefix.
+# One request of a batch: a new one or `requests[pick]`, how many pages and tokens more, its class, a shared prefix.
 ITEM = Fields(
     {
         "pick": PICK,
@@ -82,7 +82,7 @@ CONFIG = Fields(
     {
         "layer_num": OneOf((2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 11, 13)),
         "num_pages": Int(2, 12),
-        "page_size": OneOf((1, 4, 4, 16)),
+        "page_size": OneOf((1, 1, 4, 4, 4, 16)),
         "min_slot_width": OneOf((1, 2, 2)),
         "host_pages": OneOf((0, 3, 8, 16, 40, 200, 200, 200)),
         "low_max_pages": OneOf((None, 0, 1, 0.5)),
@@ -107,7 +107,10 @@ OPERATIONS: dict[str, tuple[int, Fields]] = {
     "drop_prefix": (2, Fields({"pick": PICK})),
     "ensure_capacity": (2, Fields({"pages": Int(0, 8), "high": FLAG})),
     "halve": (3, Fields({"high": FLAG, "keep": Int(0, 8)})),
-    "restore_widths": (5, Fields({"max_slots": Int(0, 6), "start": OneOf((0.0, 0.1, 0.25)), "stop": OneOf((0.0, 0.5, 1.0))})),
+    "restore_widths": (
+        5,
+        Fields({"max_slots": Int(0, 6), "start": OneOf((0.0, 0.1, 0.25)), "stop": OneOf((0.0, 0.5, 1.0))}),
+    ),
     "park": (3, Fields({"pick": PICK})),
     "unpark": (3, Fields({"pick": PICK, "high": FLAG})),
     "drop_parked": (1, Fields({"pick": PICK})),

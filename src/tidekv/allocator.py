@@ -199,7 +199,10 @@ class DynamicPagedTokenToKVPoolAllocator:
         prefix_lens, seq_lens, last_loc: [bs] int64 on the device; *_cpu: the same on the host. `last_loc` is the location
         of token prefix - 1 (-1 if there is none), read before the call. On None nothing has changed.
         """
-        prefix, seq = contract.host_lens("prefix_lens_cpu", prefix_lens_cpu), contract.host_lens("seq_lens_cpu", seq_lens_cpu)
+        prefix, seq = (
+            contract.host_lens("prefix_lens_cpu", prefix_lens_cpu),
+            contract.host_lens("seq_lens_cpu", seq_lens_cpu),
+        )
         contract.check_extend(prefix, seq, extend_num_tokens)
         page_size = self.page_size
         new_pages = -(-seq // page_size) - -(-prefix // page_size)
@@ -292,7 +295,9 @@ class DynamicPagedTokenToKVPoolAllocator:
         slots = torch.from_numpy(self._allocate_slots(num_pages, priority_code, split)[0]).to(self.device)
         return slots % self.geometry.page_stride, slots // self.geometry.page_stride + 1
 
-    def _allocate_slots(self, num_slots: int, code: int, split: AllocationSplit) -> tuple[IntArray, torch.Tensor | None]:
+    def _allocate_slots(
+        self, num_slots: int, code: int, split: AllocationSplit
+    ) -> tuple[IntArray, torch.Tensor | None]:
         """`_allocate_pages` in combined ids, on the host; and, where they are one run of the free list, its device slice."""
         ledger = self.ledger
         slots = ledger.allocate(code, num_slots, split)
@@ -423,10 +428,12 @@ class DynamicPagedTokenToKVPoolAllocator:
         )
 
     def _mergeable_pages(self, decision: _Decision) -> dict[tuple[int, int], int]:
-        """(code, level) -> pages that a merge of half-empty pages frees, without the partial slots that the demand itself uses."""
+        """(code, level) -> pages that a merge frees, without the partial slots that the demand itself is going to use."""
         ledger = self.ledger
         return {
-            (code, level): ledger.mergeable_pages(code, level, decision.demand.get(code, 0) if level == ledger.level[code] else 0)
+            (code, level): ledger.mergeable_pages(
+                code, level, decision.demand.get(code, 0) if level == ledger.level[code] else 0
+            )
             for code, level in ledger.partial
         }
 
@@ -759,8 +766,8 @@ class DynamicPagedTokenToKVPoolAllocator:
     def restore_state(self, state: AllocatorState) -> None:
         """Undo the allocations (and frees) since `backup_state`.
 
-        If slots were repacked in between, KV has moved and stays where it is, and prefixes evicted in between are gone from
-        their cache: then the slots allocated since are freed, and frees done since stay done.
+        If slots were repacked in between, KV has moved and stays where it is; prefixes evicted in between are gone from
+        their cache. Then the slots allocated since are freed, and frees done since stay done.
         """
         self._collect_freed()
         if (state.num_repacks, state.num_evicted_pages) == (self.num_repacks, self.num_evicted_pages):

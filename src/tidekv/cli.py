@@ -26,7 +26,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def main(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Commands of tidekv."""
 
@@ -34,15 +36,18 @@ def main(
 @app.command()
 def demo(
     requests: Annotated[int, typer.Option(min=3, max=200, help="Requests; every third is high priority.")] = 24,
-    pool: Annotated[float, typer.Option(min=0.1, max=1.0, help="Pool size as a share of what all requests need.")] = 0.4,
+    pool: Annotated[
+        float, typer.Option(min=0.1, max=1.0, help="Pool size as a share of what all requests need.")
+    ] = 0.4,
     out: Annotated[Path, typer.Option(help="Folder for demo.json and demo.png.")] = Path("out"),
     seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
 ) -> None:
     """Serve real requests on a real model in a pool that is far too small, and compare with the usual policy.
 
-    Runs SmolLM2-135M-Instruct on the CPU three times: with ample memory, with tidekv's `narrow`, and with `retract`. Exits
-    with 1 if narrowing changed an answer, retracted or recomputed anything, or if the books do not add up at the end.
+    Runs SmolLM2-135M-Instruct on the CPU three times: with ample memory, with tidekv's `narrow`, and with `retract`.
+    Exits with 1 if narrowing changed an answer, retracted or recomputed anything, or if the books do not add up at
+    the end.
     """
     from tidekv.demo import run_demo
     from tidekv.errors import ConfigError

@@ -1,4 +1,5 @@
-"""`tidekv demo`: a real model answers mixed-priority requests in a pool that is far too small, three ways, side by side."""
+"""`tidekv demo`: a real model answers mixed-priority requests in a pool that is far too small, three ways, side by
+side."""
 
 from __future__ import annotations
 
@@ -58,14 +59,16 @@ class Run:
 
 
 def workload(loaded: LoadedModel, count: int, seed: int) -> list[DemoRequest]:
-    """`count` requests: prompts of 200 to 1,500 tokens (many short, some long), 48 to 96 new tokens, every third high."""
+    """`count` requests: prompts of 200 to 1,500 tokens (many short, some long), 48 to 96 new tokens, every third
+    high."""
     rng = random.Random(seed)
     lengths = [round(200 + 1300 * (i / max(1, count - 1)) ** 3.5) for i in range(count)]
     rng.shuffle(lengths)
     requests = []
+    plaintext = getattr(pydoc, "plaintext")  # noqa: B009 (not in the type stubs)
     for i, length in enumerate(lengths):
         module = importlib.import_module(TEXT_MODULES[i % len(TEXT_MODULES)])
-        text = pydoc.render_doc(module, renderer=pydoc.plaintext)
+        text = pydoc.render_doc(module, renderer=plaintext)
         ids = loaded.tokenizer(f"Summarise document {i}.\n\n{text[:12_000]}")["input_ids"]  # type: ignore[misc]
         requests.append(DemoRequest(list(ids[:length]), 48 + rng.randrange(49), i % 3 == 0))
     return requests
@@ -74,6 +77,11 @@ def workload(loaded: LoadedModel, count: int, seed: int) -> list[DemoRequest]:
 def pages_needed(requests: list[DemoRequest]) -> int:
     """Pages that all requests need together at their ends."""
     return sum(-(-(len(r.prompt) + r.max_new_tokens - 1) // PAGE_SIZE) for r in requests)
+
+
+def tokens_to_generate(requests: list[DemoRequest]) -> int:
+    """New tokens of all requests together."""
+    return sum(r.max_new_tokens for r in requests)
 
 
 def run_engine(
@@ -151,7 +159,9 @@ def pool_bar(pages: dict[str, int], width: int) -> Text:
     for key, count in pages.items():
         name, slot_width = key.split("/")
         share = int(slot_width) / widest
-        glyph = "." if name == "free" else ":" if name == "dynamic" else "#" if share > 0.9 else "=" if share > 0.4 else "-"
+        glyph = (
+            "." if name == "free" else ":" if name == "dynamic" else "#" if share > 0.9 else "=" if share > 0.4 else "-"
+        )
         bar.append(glyph * round(width * count / total), style=COLORS[name])
     return bar
 
@@ -188,7 +198,9 @@ def plain_logits(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
 
 
 class _PlainAttention:
-    def forward(self, layer_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    def forward(
+        self, layer_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
         return out[0].transpose(0, 1)
@@ -247,7 +259,7 @@ def failures(narrow: Run, differences: list[dict[str, Any]]) -> list[str]:
     return [message for kept, message in promises if not kept]
 
 
-def plot(runs: list[Run], path: Path, page_budgets: dict[str, int]) -> None:
+def plot(runs: list[Run], path: Path) -> None:
     """Pages by state and width over time, halvings and restores marked, one panel a run."""
     import matplotlib
 
@@ -290,7 +302,9 @@ def plot(runs: list[Run], path: Path, page_budgets: dict[str, int]) -> None:
             marks = [entry["s"] for before, entry in steps if entry[counter] > before]
             if marks:
                 top = sum(run.history[0]["pages"].values())
-                axis.scatter(marks, [top * 1.03] * len(marks), c=style[0], marker=style[1], s=36, label=text, clip_on=False)
+                axis.scatter(
+                    marks, [top * 1.03] * len(marks), c=style[0], marker=style[1], s=36, label=text, clip_on=False
+                )
         axis.set_ylabel("pages")
         axis.set_title(f"{run.name}  ({run.wall_s:.0f} s)", loc="left", fontsize=10)
         axis.margins(x=0)
@@ -313,11 +327,11 @@ def run_demo(
         highs = sum(r.is_high_priority for r in requests)
         console.print(
             f"{count} requests ({highs} high priority), prompts of {min(len(r.prompt) for r in requests)} to "
-            f"{max(len(r.prompt) for r in requests)} tokens, {sum(r.max_new_tokens for r in requests)} tokens to generate; "
+            f"{max(len(r.prompt) for r in requests)} tokens, {tokens_to_generate(requests)} tokens to generate; "
             f"together they need {needed} pages of {PAGE_SIZE} tokens, the pool has {small} ({pool_share:.0%})",
             highlight=False,
         )
-    screen = Screen(console, sum(r.max_new_tokens for r in requests), quiet=as_json)
+    screen = Screen(console, tokens_to_generate(requests), quiet=as_json)
     plans: tuple[tuple[str, Pressure, int], ...] = (
         ("ample memory", "narrow", needed + 64),
         ("narrow (tidekv)", "narrow", small),
@@ -340,9 +354,10 @@ def run_demo(
     changed = {name: len(found) for name, found in differences.items()}
     faults = failures(runs[1], differences[runs[1].name])
     out.mkdir(parents=True, exist_ok=True)
-    report = {
+    report: dict[str, Any] = {
         "requests": [
-            {"prompt_tokens": len(r.prompt), "new_tokens": r.max_new_tokens, "high": r.is_high_priority} for r in requests
+            {"prompt_tokens": len(r.prompt), "new_tokens": r.max_new_tokens, "high": r.is_high_priority}
+            for r in requests
         ],
         "pages_needed": needed,
         "pool_pages": small,
@@ -354,7 +369,9 @@ def run_demo(
                 "answers_changed": None if run is runs[0] else changed[run.name],
                 "first_differences": differences.get(run.name, []),
                 "latency": {
-                    name: dict(zip(("median_ttft_s", "median_ms_per_token"), latencies(run, requests, high), strict=True))
+                    name: dict(
+                        zip(("median_ttft_s", "median_ms_per_token"), latencies(run, requests, high), strict=True)
+                    )
                     for name, high in (("high", True), ("low", False))
                 },
                 "history": run.history,
@@ -364,9 +381,10 @@ def run_demo(
         "failures": faults,
     }
     (out / "demo.json").write_text(json.dumps(report, indent=1))
-    plot(runs, out / "demo.png", {})
+    plot(runs, out / "demo.png")
     if as_json:
-        console.print_json(json.dumps({**report, "runs": [{k: v for k, v in r.items() if k != "history"} for r in report["runs"]]}))  # type: ignore[attr-defined]
+        brief = [{key: value for key, value in run.items() if key != "history"} for run in report["runs"]]
+        console.print_json(json.dumps({**report, "runs": brief}))
     else:
         show_result(console, runs, requests, changed, differences, faults, out)
     return 1 if faults else 0
@@ -386,7 +404,9 @@ def show_result(
     console.print(table)
     for name, found in differences.items():
         for entry in found:
-            console.print(f"{name}: request {entry['request']} differs at token {entry['position']}: {entry}", highlight=False)
+            console.print(
+                f"{name}: request {entry['request']} differs at token {entry['position']}: {entry}", highlight=False
+            )
     stats = runs[1].stats
     console.print(
         f"narrow: {stats['retractions']} requests retracted, {stats['recomputed_tokens']} tokens recomputed, "

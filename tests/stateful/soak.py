@@ -3,9 +3,9 @@
     python -m tests.stateful.soak --seconds 600 --seed 7
     python -m tests.stateful.soak --operations 100000
 
-Catches: any KV that is lost, stale or in a wrong place, any page, slot, staging or host page that leaks or is owned twice,
-any refusal that changes something. It runs the operations of `oracle.CacheModel`, as the hypothesis machine does, without
-the cost of shrinking. On failure it prints the seed and the run, which `--seed S --run R` repeats alone.
+Catches: any KV that is lost, stale or in a wrong place; any page, slot, staging or host page that leaks or is owned
+twice; any refusal that changes something. It runs the operations of `oracle.CacheModel`, as the hypothesis machine
+does, without the cost of shrinking. On failure it prints the seed and the run, which `--seed S --run R` repeats alone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if __name__ == "__main__":  # the paths that pytest takes from pyproject.toml
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
 
 import torch
+
 from oracle import CacheModel
 from strategies import CONFIG, OPERATIONS
 
@@ -46,6 +47,7 @@ class Totals:
             halved_low=a.num_halvings[2],
             merged=a.num_merges,
             restored=a.num_restores,
+            evicted=a.num_evicted_pages,
             refused=model.refused,
             served=model.served,
             to_host_bytes=a.repacker.counters.to_host_bytes,
@@ -87,7 +89,9 @@ def soak(seed: int, operations: int | None = None, seconds: float | None = None,
         elapsed = time.monotonic() - start
         if progress and elapsed - shown >= 5:
             shown = elapsed
-            print(f"{totals.operations} operations, {totals.operations / elapsed:.0f}/s, {totals.runs} runs", flush=True)
+            print(
+                f"{totals.operations} operations, {totals.operations / elapsed:.0f}/s, {totals.runs} runs", flush=True
+            )
         if (seconds is not None and elapsed >= seconds) or (operations is not None and totals.operations >= operations):
             return totals
         left = RUN_OPERATIONS if operations is None else min(RUN_OPERATIONS, operations - totals.operations)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from cache_cases import DYNAMIC, HIGH, LOW, decode, extend, new_request
 from oracle import make_allocator
 
@@ -40,7 +41,7 @@ def test_priorities_resolve_to_one_pass_or_two_groups():
 
 @pytest.mark.parametrize("form", [list, torch.tensor])
 def test_a_mixed_batch_equals_two_calls_in_the_callers_order(form):
-    """Catches: results in the group's order, pages of one group given to the other, a wrong split of the page counts."""
+    """Catches: results in the group's order, pages of one group given to the other, wrong page counts."""
     lens, is_high = [(0, 5), (0, 4), (0, 9), (0, 1)], [False, True, False, True]
     mixed, parts = make_allocator(), make_allocator()
     out, dynamic = extend(mixed, lens, [-1] * 4, form(is_high))

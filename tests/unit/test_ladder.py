@@ -3,8 +3,8 @@
 from itertools import product
 
 import pytest
-from oracle import make_allocator
 
+from oracle import make_allocator
 from tidekv import ConfigError
 from tidekv.memory.ledger import HIGH, LOW
 from tidekv.pressure.ladder import Action, Budgets, PressureState, Rung, choose

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from oracle import make_allocator
 
+from oracle import make_allocator
 from tidekv import ConfigError, DeviceKVPool, DoubleFreeError, HostKVPool, KVGeometry, ReqToTokenPool
 from tidekv.memory.loc_holders import LocHolders
 

@@ -1,10 +1,12 @@
 """Whatever is refused leaves every bit as it was: books, K and V on both sides, req_to_token, holders."""
 
+from functools import partial
+
 import pytest
 import torch
+
 from cache_cases import HIGH, LOW, assert_reads, new_request, row_locs
 from oracle import assert_same, make_allocator, snapshot
-
 from tidekv import ConfigError, DeviceKVPool, DoubleFreeError, DynamicPagedTokenToKVPoolAllocator, KVGeometry
 from tidekv.errors import InvariantError
 
@@ -12,8 +14,8 @@ from tidekv.errors import InvariantError
 def busy(width):
     """P = 6: a low request of 10 tokens and a high one of 5, at full width or after a halving of low; a holder."""
     a = make_allocator(8, 6, 4, dynamic_max_pages=1, low_max_pages=0)
-    low, low_serials = new_request(a, 10, False, 1)
-    high, high_serials = new_request(a, 5, True, 101)
+    low, _low_serials = new_request(a, 10, False, 1)
+    high, _high_serials = new_request(a, 5, True, 101)
     if width == "narrow":
         assert a._halve_and_repack(LOW, 0)
     a.register_loc_holder(row_locs(a, low, 10)[:4].clone())
@@ -64,13 +66,13 @@ def test_one_page_short():
 
 def test_one_page_short_at_the_end_of_all_pressure(cache):
     """Everything was tried in the books, nothing of it happened."""
-    a, low, high = cache
+    a, _low, _high = cache
     everything = 5 * 4 * 4  # 5 pages of 4 slots and one of staging
     none(a, lambda: a.alloc(everything, False))
 
 
 def test_longer_than_the_pool_can_ever_hold(cache):
-    a, low, high = cache
+    a, _low, _high = cache
     none(a, lambda: a.alloc(10_000))
     none(a, lambda: a.ensure_capacity(2500, LOW))
     zero, seq = torch.tensor([0]), torch.tensor([10_000])
@@ -87,20 +89,21 @@ def test_host_pool_full():
 
 
 def test_a_wrong_last_loc(cache):
-    a, low, high = cache
+    a, low, _high = cache
     seq, priority = torch.tensor([11]), False
     for wrong in (int(low[9]) + 1, int(low[9]) - 1, int(low[9]) + 4 * 4, -1, 10**9 * 4 + 1, int(low[9]) - 4000):
         last = torch.tensor([wrong])
         refused(a, ConfigError, "last_loc", lambda last=last: a.alloc_decode(seq, seq, last, priority))
         prefix, to = torch.tensor([10]), torch.tensor([13])
-        refused(a, ConfigError, "last_loc", lambda last=last: a.alloc_extend(prefix, prefix, to, to, last, 3, priority))
+        extend = partial(a.alloc_extend, prefix, prefix, to, to, last, 3, priority)
+        refused(a, ConfigError, "last_loc", extend)
     prefix, to = torch.tensor([8]), torch.tensor([9])  # a new page, but the last token does not end one
     last = low[6:7].clone()
     refused(a, ConfigError, "last_loc", lambda: a.alloc_extend(prefix, prefix, to, to, last, 1, priority))
 
 
 def test_wrong_dtype_shape_or_place(cache):
-    a, low, high = cache
+    a, low, _high = cache
     seq, last = torch.tensor([11]), low[9:10].clone()
     calls = {
         "last_loc must be int64": lambda: a.alloc_decode(seq, seq, last.int(), False),
@@ -124,7 +127,7 @@ def test_wrong_dtype_shape_or_place(cache):
 
 
 def test_lengths_that_do_not_fit(cache):
-    a, low, high = cache
+    a, low, _high = cache
     last = low[9:10].clone()
 
     def extend(prefix, seq, tokens):
@@ -153,7 +156,7 @@ BAD_FREES = {
 def test_bad_frees(name):
     """Alone, and with a good location in the same call, inside a free group and outside."""
     locs, match = BAD_FREES[name]
-    a, low, high = busy("full")
+    a, _low, high = busy("full")
     good = [int(high[0])]
     for group in (False, True):
         if group:
@@ -165,13 +168,13 @@ def test_bad_frees(name):
 
 
 def test_a_staging_slot_cannot_be_freed():
-    a, low, high = busy("narrow")
+    a, _low, _high = busy("narrow")
     page = int((a.ledger.page_code == 3).argmax())
     refused(a, DoubleFreeError, "not handed out", lambda: a.free(torch.tensor([page * 4])))
 
 
 def test_double_frees(cache):
-    a, low, high = cache
+    a, low, _high = cache
     page = low[:4].clone()
     a.free_group_begin()
     a.free(page[:1])
@@ -190,7 +193,7 @@ def test_double_frees(cache):
 
 
 def test_the_last_slot_returns_the_page():
-    a, low, high = busy("narrow")
+    a, low, _high = busy("narrow")
     a.loc_holders._others.clear()
     locs = low.clone()
     a.req_to_token_pool.write((0, slice(0, 10)), 0)
@@ -222,7 +225,7 @@ def test_construction_refuses_what_does_not_fit_the_pool():
 
 
 def test_read_and_write_refuse_what_is_not_there(cache):
-    a, low, high = cache
+    a, low, _high = cache
     k = torch.zeros(1, 1, 1)
     refused(a, ConfigError, "not handed out", lambda: a.read_kv(0, torch.tensor([0])))
     refused(a, ConfigError, "layer must", lambda: a.read_kv(8, low))

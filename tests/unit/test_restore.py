@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+
 from cache_cases import HIGH, LOW, assert_reads, extend, new_request, page_cells, row_locs
 from oracle import assert_same, k_bits, make_allocator, snapshot
-
 from tidekv import ConfigError, DoubleFreeError
 
 
@@ -79,7 +79,7 @@ def test_thresholds_that_cannot_be():
 
 
 def test_no_ping_pong():
-    """A steady load over capacity narrows once and stays; each swing of the load narrows each class once a level at most."""
+    """A steady load over capacity narrows once and stays; a swing of the load narrows a class once a level at most."""
     a = make_allocator(8, 16, 4, rows=40, low_max_pages=4, dynamic_max_pages=2)
     pool, rows, serial = a.req_to_token_pool, [], 1
 
@@ -173,7 +173,7 @@ def test_park_and_drop():
 
 def test_park_is_refused_when_the_host_is_too_full():
     a = make_allocator(8, 10, 4, host_pages=2)
-    row, serials = new_request(a, 12, False, 1)
+    row, _serials = new_request(a, 12, False, 1)
     before = snapshot(a)
     assert a.park(row_locs(a, row, 12)) is None
     assert_same(before, snapshot(a))
@@ -255,7 +255,7 @@ def test_write_through_takes_what_the_host_has():
 
 def test_restore_state_takes_back_an_allocation_bit_for_bit():
     a = make_allocator(8, 10, 4)
-    row, serials = new_request(a, 6, False, 1)
+    row, _serials = new_request(a, 6, False, 1)
     before, state = snapshot(a), a.backup_state()
     extend(a, [(6, 12)], [int(row_locs(a, row, 6)[5])], False)
     a.alloc(8, True)
@@ -270,7 +270,7 @@ def test_restore_state_takes_back_an_allocation_bit_for_bit():
 def test_restore_state_after_a_repack_frees_what_was_allocated_since():
     a = make_allocator(8, 4, 4, dynamic_max_pages=1)
     row, serials = new_request(a, 8, False, 1)
-    kept, kept_serials = new_request(a, 4, False, 101)
+    kept, _kept_serials = new_request(a, 4, False, 101)
     state = a.backup_state()
     a.free(row_locs(a, kept, 4))
     a.req_to_token_pool.free(kept)

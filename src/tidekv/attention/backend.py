@@ -1,8 +1,7 @@
-"""Attention over a layer-elastic cache: write the new tokens, read every page where this layer of it is, merge parts."""
+"""Attention over a layer-elastic cache: write the new tokens, read every page where this layer of it is, merge
+parts."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.nn.functional as F
@@ -33,18 +32,20 @@ class AttentionBackend:
         self.name = "triton" if device_pool.device.type == "cuda" else "sdpa"
         self.host_bytes_out = 0
         self._batch: PackedBatch | None = None
+        self._tables: tuple[torch.Tensor, ...] = ()  # of this step: one [L, B, N] for each part
 
     def begin(self, batch: PackedBatch) -> None:
         """Start a step; the first copies of narrowed layers set off."""
         self._batch = batch
         if batch.narrow is not None:
             self.streamer.begin(batch.narrow.schedule)
+            self._tables = self.tables.build(batch, batch.narrow)
 
     def end(self) -> None:
         """The forward is issued; staging may be reused by what comes after it on this stream."""
         if self._batch is not None and self._batch.narrow is not None:
             self.streamer.end()
-        self._batch = None
+        self._batch, self._tables = None, ()
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] of the new tokens -> [T, Hq, D]; K and V are written where they belong."""
@@ -53,10 +54,10 @@ class AttentionBackend:
             raise RuntimeError("forward before begin")
         if batch.host_writes is not None:
             self._write_to_host(batch.host_writes, layer, k, v)
-        if batch.narrow is None:
-            self.device_pool.get_key_buffer(layer)[batch.locs] = k
-            self.device_pool.get_value_buffer(layer)[batch.locs] = v
-            return self._attend(batch, q, self.tables.full_width(batch, layer), scaling, whole=True)[0]
+        if batch.narrow is None:  # an ordinary per-layer buffer and the ordinary table, the same for every layer
+            keys, values = self.device_pool.get_key_buffer(layer), self.device_pool.get_value_buffer(layer)
+            move.copy_rows(keys, values, k, v, batch.locs)
+            return self._attend(batch, q, keys, values, batch.slots, scaling, whole=True)[0]
         return self._forward_narrow(batch, batch.narrow, layer, q, k, v, scaling)
 
     def _forward_narrow(
@@ -72,18 +73,17 @@ class AttentionBackend:
         items = {item.part: item for item in narrow.schedule.by_layer[layer]}
         if 0 in items:
             self.streamer.acquire(items[0])  # before the new tokens are written into the same cells
-        rows = self.tables.token_rows(batch, narrow, layer)
-        self.device_pool.k_flat[rows] = k
-        self.device_pool.v_flat[rows] = v
+        keys, values = self.device_pool.k_flat, self.device_pool.v_flat
+        move.copy_rows(keys, values, k, v, self.tables.token_rows(batch, narrow, layer))
         one_part = len(items.keys() | {0}) == 1
-        out, lse = self._attend(batch, q, self.tables.narrow(batch, narrow, layer, 0), scaling, whole=one_part)
+        out, lse = self._attend(batch, q, keys, values, self._tables[0][layer], scaling, whole=one_part)
         if 0 in items:
             self.streamer.release(items[0])
         for part, item in items.items():
             if part == 0:
                 continue
             self.streamer.acquire(item)
-            more = self._attend(batch, q, self.tables.narrow(batch, narrow, layer, part), scaling, whole=False)
+            more = self._attend(batch, q, keys, values, self._tables[part][layer], scaling, whole=False)
             self.streamer.release(item)
             out, lse = kernels.merge_states(out, lse, *more)
         return out
@@ -104,42 +104,68 @@ class AttentionBackend:
             self.host_bytes_out += len(rows) * self.device_pool.geometry.token_bytes_per_layer
 
     def _attend(
-        self, batch: PackedBatch, q: torch.Tensor, table: torch.Tensor, scaling: float, *, whole: bool
+        self,
+        batch: PackedBatch,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        table: torch.Tensor,
+        scaling: float,
+        *,
+        whole: bool,
     ) -> Attended:
-        """`whole`: every page of every request is in the table (no merge follows, so no log-sum-exp is needed)."""
+        """`keys`, `values`: what `table` indexes, one layer's buffers or the flat tensors. `whole`: every page of every
+        request is in the table (no merge follows, so no log-sum-exp is needed)."""
         if self.name == "sdpa" and whole:
-            return self._attend_sdpa(batch, q, table, scaling), torch.empty(0)
-        valid = None if whole else table > 0
+            return self._attend_sdpa(batch, q, keys, values, table, scaling), torch.empty(0)
         return kernels.paged_attention(
             q,
-            self.device_pool.k_flat,
-            self.device_pool.v_flat,
+            keys,
+            values,
             table,
             batch.cu_q,
             batch.kv_lens_dev,
             self.page_size,
             scaling,
             max_q=batch.max_q,
-            valid_pages=valid,
+            valid_pages=None if whole else table > 0,
         )
 
-    def _attend_sdpa(self, batch: PackedBatch, q: torch.Tensor, table: torch.Tensor, scaling: float) -> torch.Tensor:
+    def _attend_sdpa(
+        self,
+        batch: PackedBatch,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        table: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
         """torch's fused attention, request by request: on the CPU a padded batch costs more than the loop saves."""
         geometry = self.device_pool.geometry
-        page_shape = (geometry.num_combined, self.page_size, geometry.num_kv_heads, geometry.head_dim)
-        k_pages, v_pages = self.device_pool.k_flat.view(page_shape), self.device_pool.v_flat.view(page_shape)
+        page_shape = (-1, self.page_size, geometry.num_kv_heads, geometry.head_dim)
+        k_pages, v_pages = keys.view(page_shape), values.view(page_shape)
+        num_kv_heads, group = geometry.num_kv_heads, q.shape[1] // geometry.num_kv_heads
         out = torch.empty_like(q)
         begin = 0
         for b, (q_len, kv_len) in enumerate(zip(batch.q_lens.tolist(), batch.kv_lens.tolist(), strict=True)):
-            pages = table[b, : math.ceil(kv_len / self.page_size)]
-            keys = k_pages[pages].flatten(0, 1)[:kv_len].transpose(0, 1)  # [Hkv, kv_len, D]
-            values = v_pages[pages].flatten(0, 1)[:kv_len].transpose(0, 1)
-            queries = q[begin : begin + q_len].transpose(0, 1)
-            mask = None if q_len == 1 else _causal_mask(q_len, kv_len, q.device)
-            result = F.scaled_dot_product_attention(
-                queries[None], keys[None], values[None], attn_mask=mask, scale=scaling, enable_gqa=True
-            )
-            out[begin : begin + q_len] = result[0].transpose(0, 1)
+            pages = table[b, : -(-kv_len // self.page_size)]
+            # index_select: half the time of k_pages[pages] here.
+            k_run = k_pages.index_select(0, pages).flatten(0, 1)[:kv_len].transpose(0, 1)[None]  # [1, Hkv, kv_len, D]
+            v_run = v_pages.index_select(0, pages).flatten(0, 1)[:kv_len].transpose(0, 1)[None]
+            if q_len == 1:  # the query heads of one KV head become its queries: no mask, and twice as fast
+                queries = q[begin].view(1, num_kv_heads, group, -1)
+                result = F.scaled_dot_product_attention(queries, k_run, v_run, scale=scaling)
+                out[begin] = result.reshape(q.shape[1], -1)
+            else:
+                result = F.scaled_dot_product_attention(
+                    q[begin : begin + q_len].transpose(0, 1)[None],
+                    k_run,
+                    v_run,
+                    attn_mask=_causal_mask(q_len, kv_len, q.device),
+                    scale=scaling,
+                    enable_gqa=True,
+                )
+                out[begin : begin + q_len] = result[0].transpose(0, 1)
             begin += q_len
         return out
 

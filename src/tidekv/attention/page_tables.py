@@ -19,12 +19,14 @@ from tidekv.streaming.schedule import StreamSchedule, build_schedule
 class NarrowTables:
     """The part of a batch that only exists when some of its slots are narrow. Tensors on the device.
 
+    position   [parts, L] int32: the staging cell of each part and layer
     level      [B, N] int8: ladder level of each slot
     dynamic    one [B, N] int64 for each part: the slot's dynamic slot in this part, 0 where it has none
     token_level [T] int8, token_dynamic [T] int64: the same for the new tokens (locations in part 0)
     """
 
     schedule: StreamSchedule
+    position: torch.Tensor
     level: torch.Tensor
     dynamic: tuple[torch.Tensor, ...]
     token_level: torch.Tensor
@@ -33,7 +35,8 @@ class NarrowTables:
 
 @dataclass(frozen=True)
 class HostWrites:
-    """New tokens whose K and V also go to the host: all layers of written-through slots, non-resident ones of narrow slots.
+    """New tokens whose K and V also go to the host: all layers of written-through slots, non-resident ones of narrow
+    slots.
 
     tokens [h] int64: indices into the batch; base_rows [h] int64: host row of the token in layer 0;
     layers [L][h] bool: which of them are written in each layer.
@@ -75,10 +78,11 @@ def build_batch(
     slots: torch.Tensor,
     locs: torch.Tensor,
 ) -> PackedBatch:
-    """Look up what the batch needs in the ledger. Reads `slots` back from the device only if something is narrow or backed.
+    """Look up what the batch needs in the ledger. Reads `slots` back from the device only if something is narrow or
+    backed.
 
-    Narrowed slots that have no dynamic slot yet get one, as far as staging goes; if it does not go round, the schedule has
-    several parts.
+    Narrowed slots that have no dynamic slot yet get one, as far as staging goes; if it does not go round, the
+    schedule has several parts.
     """
     device = slots.device
     cu_q = torch.from_numpy(np.concatenate([[0], np.cumsum(q_lens)])).to(device, non_blocking=True)
@@ -131,6 +135,7 @@ def _narrow_tables(
     token_dynamic = np.where(token_dynamic > 0, token_dynamic * page_size + host_locs % page_size, 0)
     return NarrowTables(
         schedule,
+        torch.from_numpy(schedule.position).to(device, non_blocking=True),
         torch.from_numpy(levels).to(device, non_blocking=True),
         tuple(dynamic),
         torch.from_numpy(ledger.levels_of(token_slots)).to(device, non_blocking=True),
@@ -138,9 +143,7 @@ def _narrow_tables(
     )
 
 
-def _host_writes(
-    ledger: Ledger, host_locs: IntArray, token_slots: IntArray, device: torch.device
-) -> HostWrites | None:
+def _host_writes(ledger: Ledger, host_locs: IntArray, token_slots: IntArray, device: torch.device) -> HostWrites | None:
     hosts, levels = ledger.host_pages_of(token_slots), ledger.levels_of(token_slots)
     tokens = np.flatnonzero((levels > 0) | ledger.backed[token_slots])
     if not len(tokens):
@@ -156,29 +159,44 @@ def _host_writes(
 
 
 class LayerTables:
-    """Flat-page tables of one batch for any (layer, part): [B, N] int64, 0 where the part does not see the page."""
+    """Flat-page tables and token rows of one batch, for every layer: one launch a part, none at full width."""
 
     def __init__(self, ledger: Ledger, device: torch.device) -> None:
         self.page_stride = ledger.page_stride
         self.row_stride = ledger.geometry.pool_stride
         self.resident_pos = torch.from_numpy(ledger.resident_pos).to(device)
+        self.layers = torch.arange(ledger.geometry.layer_num, device=device)
 
-    def full_width(self, batch: PackedBatch, layer: int) -> torch.Tensor:
-        """The ordinary table plus a constant. Padding (0) becomes the sink page of the layer's own buffer."""
-        return batch.slots + layer * self.page_stride
+    def build(self, batch: PackedBatch, narrow: NarrowTables) -> tuple[torch.Tensor, ...]:
+        """One [L, B, N] int64 for each part: the flat page of each logical page, 0 where the part does not see it.
 
-    def narrow(self, batch: PackedBatch, narrow: NarrowTables, layer: int, part: int) -> torch.Tensor:
-        """Part 0 sees all resident pages and its own staged ones; a later part sees its own staged ones only."""
-        position = torch.from_numpy(narrow.schedule.position[part]).to(batch.slots.device)
-        layers = torch.tensor([layer], device=batch.slots.device)
-        table = kernels.layer_tables(
-            batch.slots, narrow.dynamic[part], narrow.level, self.resident_pos, position, layers, self.page_stride
-        )[0]
-        return table if part == 0 else torch.where(narrow.dynamic[part] > 0, table, 0)
+        Part 0 sees all resident pages and its own staged ones; a later part sees its own staged ones only.
+        """
+        parts = []
+        for part in range(narrow.schedule.num_parts):
+            table = kernels.layer_tables(
+                batch.slots,
+                narrow.dynamic[part],
+                narrow.level,
+                self.resident_pos,
+                narrow.position[part],
+                self.layers,
+                self.page_stride,
+            )
+            if part > 0:
+                away = self.resident_pos[narrow.level.long()].movedim(-1, 0) < 0  # [L, B, N]
+                table = torch.where(away & (narrow.dynamic[part] > 0), table, 0)
+            parts.append(table.contiguous())
+        return tuple(parts)
 
     def token_rows(self, batch: PackedBatch, narrow: NarrowTables, layer: int) -> torch.Tensor:
-        """Flat row of each new token in this layer: in its slot, or in its staging cell."""
-        position = torch.from_numpy(narrow.schedule.position[0]).to(batch.slots.device)
+        """Flat row of each new token in this layer: in its slot, or in its staging cell. [T] int64."""
         return kernels.token_rows(
-            batch.locs, narrow.token_dynamic, narrow.token_level, layer, self.resident_pos, position, self.row_stride
+            batch.locs,
+            narrow.token_dynamic,
+            narrow.token_level,
+            layer,
+            self.resident_pos,
+            narrow.position[0],
+            self.row_stride,
         )

@@ -1,8 +1,8 @@
 """The embedded engine: continuous batching over a layer-elastic cache, end to end, with nothing else installed.
 
-    step() = scheduler.plan()  who runs, and memory for them (here pages narrow, merge, park)
-             runner.run()      one packed forward over whatever is narrow, and sampling
-             finish            stop tokens, prefix cache, widths back when memory is plentiful
+step() = scheduler.plan()  who runs, and memory for them (here pages narrow, merge, park)
+         runner.run()      one packed forward over whatever is narrow, and sampling
+         finish            stop tokens, prefix cache, widths back when memory is plentiful
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -40,7 +40,7 @@ def parse_bytes(name: str, value: int | str) -> int:
     """`value` in bytes: an int, or text such as "512MiB", "2GB", "1.5g" (all binary units)."""
     if isinstance(value, int):
         return value
-    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)i?b?\s*", value.lower())
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]?)i?b?\s*", value.lower())
     if match is None:
         raise ConfigError(f"{name} must be bytes or text such as '512MiB' or '2GiB', got {value!r}")
     return int(float(match[1]) * _UNITS[match[2]])
@@ -89,18 +89,37 @@ class EngineConfig:
             raise ConfigError(f"prefill_chunk {self.prefill_chunk} must be a multiple of page_size {self.page_size}")
 
 
+class Executor(Protocol):
+    """Computes a planned step. `Runner` does; a replay of a trace puts a cost model in its place."""
+
+    def run(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Compute the planned tokens; returns (request, next token) for those whose known tokens are all computed."""
+
+
 class Engine:
     """Continuous batching for one model on one device. Not thread-safe: one thread calls it.
 
-    `loaded` shares a model that is already in memory between engines.
+    loaded     shares a model that is already in memory between engines
+    executor   made for this engine in place of a `Runner`; then no KV exists, and only the books run
+    clock      seconds, monotonic
     """
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel | None = None,
+        *,
+        executor: Callable[[Engine], Executor] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.clock = clock
         device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = config.dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
         self.config = replace(config, device=device, dtype=dtype)
         self.model = loaded or load_model(config.model, device, dtype)
-        shape = KVGeometry(self.model.layer_num, 1, config.page_size, self.model.num_kv_heads, self.model.head_dim, dtype)
+        shape = KVGeometry(
+            self.model.layer_num, 1, config.page_size, self.model.num_kv_heads, self.model.head_dim, dtype
+        )
         pages = config.num_pages
         if pages is None:
             assert config.kv_memory is not None
@@ -112,12 +131,15 @@ class Engine:
         most = int(getattr(self.model.config, "max_position_embeddings", 8192))
         context = min(config.max_context_len or most, most)
 
-        self.device_pool = DeviceKVPool(self.geometry, device)
+        self.device_pool = DeviceKVPool(self.geometry, device if executor is None else "meta")
         host_bytes = 4 * pages * shape.page_bytes
         if config.host_memory is not None:
             host_bytes = parse_bytes("host_memory", config.host_memory)
         keeps_host = config.pressure in ("narrow", "swap")
-        self.host_pool = HostKVPool(self.geometry, host_bytes if keeps_host else 0)
+        has_kv = executor is None
+        self.host_pool = HostKVPool(
+            self.geometry, host_bytes if keeps_host else 0, pin=None if has_kv else False, materialize=has_kv
+        )
         req_to_token_pool = ReqToTokenPool(config.max_running, context, device)
         self.allocator = DynamicPagedTokenToKVPoolAllocator(
             pages * config.page_size,
@@ -139,7 +161,7 @@ class Engine:
         self.scheduler = Scheduler(self.memory, config.pressure, config.prefill_chunk, config.max_running)
         self.streamer = Streamer(self.device_pool, self.host_pool)
         self.backend = AttentionBackend(self.allocator.ledger, self.device_pool, self.host_pool, self.streamer)
-        self.runner = Runner(self.model, self.memory, self.backend)
+        self.runner: Executor = executor(self) if executor else Runner(self.model, self.memory, self.backend)
         self.requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
         self._generated_tokens = self._prompt_tokens = 0
@@ -171,7 +193,7 @@ class Engine:
         params = sampling or SamplingParams()
         if params.seed is None:
             params = replace(params, seed=order)
-        request = Request(name, ids, params, is_high_priority, order, time.perf_counter())
+        request = Request(name, ids, params, is_high_priority, order, self.clock())
         self.scheduler.add(request)
         self.requests[name] = request
         return name
@@ -182,7 +204,7 @@ class Engine:
         if request is not None and not request.is_done:
             self.scheduler.remove(request)
             request.state, request.finish_reason = RequestState.ABORTED, "abort"
-            request.finish_s = time.perf_counter()
+            request.finish_s = self.clock()
 
     def step(self) -> list[RequestOutput]:
         """One step: plan, forward, sample. Returns the requests that ended in it."""
@@ -191,7 +213,7 @@ class Engine:
         with self.allocator.step():
             plan = self.scheduler.plan()
             sampled = self.runner.run(plan.work) if plan.work else []
-        now = time.perf_counter()
+        now = self.clock()
         ended = [request for request, token in sampled if self._take_token(request, token, now)]
         self._prompt_tokens += sum(n for _, n in plan.work) - len(sampled)
         for request in ended:
@@ -240,7 +262,9 @@ class Engine:
         params = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         high = list(priorities) if priorities is not None else [False] * len(prompts)
         if not len(prompts) == len(params) == len(high):
-            raise ConfigError(f"{len(prompts)} prompts, {len(params)} sampling params, {len(high)} priorities: need as many of each")
+            raise ConfigError(
+                f"{len(prompts)} prompts, {len(params)} sampling params, {len(high)} priorities: need as many of each"
+            )
         names: list[str] = []
         try:
             for prompt, param, is_high in zip(prompts, params, high, strict=True):

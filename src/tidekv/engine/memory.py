@@ -1,4 +1,5 @@
-"""A request's hold on the cache: rows, pages, shared prefixes, parking. Does what the scheduler decides; decides nothing."""
+"""A request's hold on the cache: rows, pages, shared prefixes, parking. Does what the scheduler decides; decides
+nothing."""
 
 from __future__ import annotations
 
@@ -153,24 +154,60 @@ class RequestMemory:
 
     def _locs(self, rows: IntArray, columns: IntArray) -> torch.Tensor:
         device = self.pool.device
-        index = (torch.from_numpy(rows).to(device, non_blocking=True), torch.from_numpy(columns).to(device, non_blocking=True))
+        index = (
+            torch.from_numpy(rows).to(device, non_blocking=True),
+            torch.from_numpy(columns).to(device, non_blocking=True),
+        )
         return self.pool.req_to_token[index].to(torch.int64)
 
     # ---- leaving the device whole, and back --------------------------------------------------------------------
 
     def park(self, request: Request) -> bool:
-        """The request's own pages go to the host whole; shared ones stay. False, nothing changed: the host is full."""
-        owned = np.flatnonzero(request.owned_pages)
-        columns = torch.from_numpy(owned * self.page_size).to(self.pool.device)
+        """The request's pages go to the host whole, but for those that another running request shares.
+
+        Its published prefix goes along: pages left behind, locked by a request that waits for memory, could keep
+        everybody from ever getting any. False, nothing changed: the host is full.
+        """
+        leaving = request.owned_pages.copy()
+        if self.prefix_cache is not None:
+            shared = self.prefix_cache.num_shared(request.prefix_nodes)
+            leaving[shared : len(request.prefix_nodes)] = True
+        columns = torch.from_numpy(np.flatnonzero(leaving) * self.page_size).to(self.pool.device)
+        ledger = self.allocator.ledger
+        slots = self._locs(np.full(len(columns), request.row), columns.cpu().numpy()).cpu().numpy() // self.page_size
+        if int((ledger.host_plus_1[slots] == 0).sum()) > len(ledger.host_free):
+            return False
+        self._take_back_prefix(request)
         hosts = self.allocator.park(self.pool.req_to_token[request.row, columns])
         if hosts is None:
-            return False
+            raise InvariantError(f"request {request.id}: the host had room for {len(slots)} pages and refused them")
         every = (columns[:, None] + torch.arange(self.page_size, device=self.pool.device)).reshape(-1)
         self.pool.req_to_token[request.row, every] = 0
         request.parked = hosts
         request.state = RequestState.PAUSED
         request.times_paused += 1
         return True
+
+    def _take_back_prefix(self, request: Request) -> None:
+        """What only this request holds of the prefix cache becomes its own again."""
+        if self.prefix_cache is None:
+            return
+        nodes = request.prefix_nodes
+        shared = self.prefix_cache.num_shared(nodes)
+        cached = self.prefix_cache.locs(nodes[shared:])
+        below = self.prefix_cache.take_back(nodes)
+        computed_twice = request.owned_pages[shared : len(nodes)]  # the cache held another page of the same tokens
+        unused = np.concatenate([below, cached[computed_twice]])
+        if len(unused):
+            self.allocator.free(torch.from_numpy(unused).to(self.pool.device))
+        request.owned_pages[shared : len(nodes)] = True
+        request.prefix_nodes = nodes[:shared]
+        request.num_shared_pages = min(request.num_shared_pages, shared)
+
+    def drop_cache(self) -> None:
+        """Every cached prefix that nobody references is forgotten and its pages are free."""
+        if self.prefix_cache is not None and self.prefix_cache.evictable_pages:
+            self.allocator.free(torch.from_numpy(self.prefix_cache.clear()).to(self.pool.device))
 
     def unpark(self, request: Request) -> bool:
         """A parked request's pages come back to the device. False: nothing changed."""

@@ -202,8 +202,39 @@ class PrefixCache:
         Returns their locs, int64 [<= num_pages]; the caller now owns these pages and releases them in the ledger.
         """
         node_ids = self._oldest(num_pages)
-        parents = self._parent[node_ids]
         dropped = self._locs[node_ids]
+        self._drop(node_ids)
+        return dropped
+
+    def num_shared(self, node_ids: Int64Array) -> int:
+        """Of a path from the root that the caller has locked: leading nodes that another lock holds too."""
+        return int((self._refcount[node_ids] > 1).sum())  # refcounts never rise along a path
+
+    def take_back(self, node_ids: Int64Array) -> Int64Array:
+        """Undo the insertion of `node_ids[num_shared(node_ids):]`, and the caller's lock on them.
+
+        node_ids: a path from the root that the caller has locked; the lock then ends at the last shared node. Cached pages
+        below, which nobody references, go too. Returns the locs of the pages below, int64; the caller owns all of them now.
+        """
+        mine = node_ids[self.num_shared(node_ids) :]
+        if not len(mine):
+            return np.empty(0, dtype=np.int64)
+        self.unlock(mine)
+        below = np.zeros(len(self._parent), dtype=np.bool_)
+        below[mine[0]] = True
+        while True:  # one round a level of the tree
+            grown = below | (below[self._parent] & (self._parent > ROOT))
+            if np.array_equal(grown, below):
+                break
+            below = grown
+        rest = np.setdiff1d(np.flatnonzero(below), mine)
+        dropped = self._locs[rest]
+        self._drop(np.concatenate([mine, rest]))
+        return dropped
+
+    def _drop(self, node_ids: Int64Array) -> None:
+        """Forget nodes that no lock holds, together with all that hangs below them."""
+        parents = self._parent[node_ids]
         for node, parent in zip(node_ids.tolist(), parents.tolist(), strict=True):
             del self._node_of[parent, self._tokens[node]]
             self._tokens[node] = ()
@@ -213,7 +244,6 @@ class PrefixCache:
         self._last_use[node_ids] = 0  # no stamp is 0, so snapshot entries of these nodes are stale
         self._free_ids.extend(node_ids[::-1].tolist())
         self._num_evictable -= len(node_ids)
-        return dropped
 
     def clear(self) -> Int64Array:
         """Drop everything that no lock holds; returns the locs, as `evict` does."""

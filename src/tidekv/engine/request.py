@@ -57,6 +57,7 @@ class Request:
     parked: NDArray[np.int64] | None = None
     lost_tokens: int = 0  # retraction: tokens that had KV; admission counts those it does not find in the prefix cache
     last_step: int = -1  # number of the last step that ran it, -1 = none; rotation takes the longest untouched first
+    stuck_at: int = -1  # num_computed when, alone in the pool, it found no room and was begun anew; -1 = never
     times_retracted: int = 0  # lost its KV and went back to WAITING
     times_paused: int = 0
     recomputed_tokens: int = 0  # tokens whose KV was computed once more, after a retraction

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from tidekv.attention.backend import AttentionBackend
-from tidekv.attention.page_tables import build_batch
+from tidekv.attention.page_tables import PackedBatch, build_batch
+from tidekv.engine.cuda_graphs import DecodeGraphs
 from tidekv.engine.memory import RequestMemory
 from tidekv.engine.model import LoadedModel, forward_packed
 from tidekv.engine.request import Request
@@ -20,6 +21,7 @@ class Runner:
         self.model = model
         self.memory = memory
         self.backend = backend
+        self.graphs = DecodeGraphs(model, backend) if memory.pool.device.type == "cuda" else None
 
     def run(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Compute the planned tokens; returns (request, next token) for those whose known tokens are all computed."""
@@ -36,21 +38,28 @@ class Runner:
         token_rows = rows.repeat_interleave(torch.from_numpy(q_lens).to(device), output_size=len(ids))
         locs = pool.req_to_token[token_rows, positions_dev].to(torch.int64)
         width = self.memory.pages(int(kv_lens.max())) * page_size
-        slots = pool.req_to_token[rows, :width][:, ::page_size].to(torch.int64) // page_size
+        slots = (pool.req_to_token[rows, :width:page_size].to(torch.int64) // page_size).contiguous()
 
         batch = build_batch(self.memory.allocator.ledger, q_lens, kv_lens, slots, locs)
         done = [i for i, (r, n) in enumerate(work) if r.num_computed + n == r.num_tokens]
         last = torch.from_numpy(np.cumsum(q_lens)[done] - 1).to(device, non_blocking=True)
         input_ids = torch.from_numpy(ids).to(device, non_blocking=True)
-        self.backend.begin(batch)
-        try:
-            logits = forward_packed(self.model.model, input_ids, positions_dev, last, self.backend)
-        finally:
-            self.backend.end()
+        logits = self.graphs.run(batch, input_ids, positions_dev) if self.graphs and len(done) == len(work) else None
+        if logits is None:
+            logits = self._forward(batch, input_ids, positions_dev, last)
         for request, n in work:
             request.num_computed += n
         finished = [work[i][0] for i in done]
         return list(zip(finished, self._sample(finished, logits), strict=True))
+
+    def _forward(
+        self, batch: PackedBatch, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        self.backend.begin(batch)
+        try:
+            return forward_packed(self.model.model, input_ids, positions, rows, self.backend)
+        finally:
+            self.backend.end()
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> list[int]:
         if not requests:

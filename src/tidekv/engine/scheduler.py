@@ -1,6 +1,7 @@
 """Who runs in the next step, and who makes room when memory is short. One policy an engine:
 
-    narrow    pages give up layers (the allocator's ladder); if even that does not do, the lowest, newest request is parked
+    narrow    pages give up layers (the allocator's ladder); if even that does not do, the lowest, newest request is
+    parked
               on the host whole. Retracts only when the host is full too.
     swap      no narrowing: the lowest, newest request moves to the host whole and comes back later
     retract   no narrowing: the lowest, newest request loses its cache and is computed again
@@ -17,7 +18,7 @@ from typing import Literal, get_args
 
 from tidekv.engine.memory import RequestMemory
 from tidekv.engine.request import Request, RequestState
-from tidekv.errors import CapacityError
+from tidekv.errors import CapacityError, InvariantError
 from tidekv.memory.ledger import DYNAMIC
 
 Pressure = Literal["narrow", "retract", "swap", "reserve"]
@@ -54,13 +55,7 @@ class Scheduler:
 
     def largest_request(self) -> int:
         """Tokens (prompt and output) that a request can reach when it has the pool to itself."""
-        ledger, page_size = self.memory.allocator.ledger, self.memory.page_size
-        pages = ledger.geometry.num_pages
-        if len(ledger.ladder) > 1:
-            # At minimum width, less the staging for one page of prompt at a time; each slot needs a host page.
-            slots = (pages - max(1, ledger.staging_target(1))) << (len(ledger.ladder) - 1)
-            pages = max(pages, min(slots, ledger.num_host_pages))
-        return min(pages * page_size, self.memory.pool.max_context_len)
+        return min(self.largest_pool(), self.memory.pool.max_context_len)
 
     def add(self, request: Request) -> None:
         """Queue a request. `CapacityError` if it can never fit, with the number of tokens that would."""
@@ -105,7 +100,7 @@ class Scheduler:
     def _plan_decodes(self, plan: StepPlan) -> None:
         chosen = self._steppable(by_rank(r for r in self.running if r.state is RequestState.DECODE))
         while chosen and not self.memory.decode(chosen):
-            victim = self._make_room(chosen)
+            victim = self._make_room()
             chosen = [r for r in chosen if r is not victim]
         plan.work += [(request, 1) for request in chosen]
 
@@ -121,7 +116,8 @@ class Scheduler:
         chosen: set[Request] = set()
         for request in longest_untouched:
             need = narrow[request]
-            if request.is_high_priority or need <= room or not chosen:
+            overdue = self.num_steps - request.last_step > len(requests)  # wants more than there is left, every time
+            if request.is_high_priority or need <= max(room, 0) or not chosen or overdue:
                 chosen.add(request)
                 room -= need
         return [r for r in requests if r in chosen]
@@ -129,7 +125,8 @@ class Scheduler:
     def _plan_prefills(self, plan: StepPlan) -> None:
         budget = self.prefill_chunk
         for request in by_rank(r for r in self.running if r.state is RequestState.PREFILL):
-            budget -= self._prefill(plan, request, budget)
+            if request.state is RequestState.PREFILL:  # it may have made room for one before it
+                budget -= self._prefill(plan, request, budget)
         for request in by_rank(self.waiting):
             if budget <= 0 or len(self.running) >= self.max_running or not self._may_admit(request):
                 break
@@ -142,25 +139,28 @@ class Scheduler:
             self.recomputed_tokens += recomputed
             request.lost_tokens = 0
             computed = self._prefill(plan, request, budget)
-            if not computed and not request.num_computed:  # no room even for a page: back, and nobody overtakes it
-                self.memory.release(request)
-                self.running.remove(request)
-                self.waiting.append(request)
-                request.state = RequestState.WAITING
+            if not computed:
+                if request.state is RequestState.PREFILL:  # no room even for a page: back, and nobody overtakes it
+                    self.memory.release(request)
+                    self.running.remove(request)
+                    self.waiting.append(request)
+                    request.state = RequestState.WAITING
                 break
             budget -= computed
 
     def _prefill(self, plan: StepPlan, request: Request, budget: int) -> int:
         """Plan up to `budget` tokens of the request's prompt; fewer where memory is short. Returns the number."""
         left = request.num_tokens - request.num_computed
+        page_size = self.memory.page_size
+        least = page_size - request.num_computed % page_size  # a chunk of it lies in one slot, as a decoded token does
         chunk = min(left, budget)
         while chunk > 0 and not self.memory.extend(request, chunk):
             # A smaller chunk needs less staging. Only when not even one page fits, somebody has to make room.
-            if chunk > self.memory.page_size:
-                chunk = max(self.memory.page_size, chunk // 2 // self.memory.page_size * self.memory.page_size)
-            elif plan.work or len(self.running) == 1:
+            if chunk > least:
+                chunk = max(least, chunk // 2 // page_size * page_size)
+            elif plan.work:
                 return 0  # others run meanwhile and free memory at their end
-            elif self._make_room([request]) is request:
+            elif self._make_room() is request:
                 return 0
         if chunk > 0:
             plan.work.append((request, chunk))
@@ -189,8 +189,12 @@ class Scheduler:
     def largest_pool(self) -> int:
         """Tokens that the pool holds when everything is at minimum width (full width where the host has no room)."""
         ledger = self.memory.allocator.ledger
-        pages = ledger.geometry.num_pages
-        slots = (pages - self.memory.allocator.budgets.dynamic_max_pages) << (len(ledger.ladder) - 1)
+        pages, slots_a_page = ledger.geometry.num_pages, 1 << (len(ledger.ladder) - 1)
+        slots = (pages - max(1, ledger.dynamic_max_pages)) * slots_a_page
+        if self.memory.prefix_cache is not None:
+            # A page has one priority. If both hold pages (a shared prefix does that to a single request too), the last
+            # page of each may be partly empty: ceil(h / s) + ceil(l / s) pages hold at least h + l = s * pages - (s - 1).
+            slots -= slots_a_page - 1
         return max(pages, min(slots, ledger.num_host_pages)) * self.memory.page_size
 
     def _pages_to_come(self, request: Request) -> int:
@@ -198,10 +202,26 @@ class Scheduler:
 
     # ---- making room -------------------------------------------------------------------------------------------
 
-    def _make_room(self, wanting: list[Request]) -> Request:
-        """The lowest, newest running request gives up its memory, in the way of the policy. Returns it."""
+    def _make_room(self) -> Request:
+        """The lowest, newest running request gives up its memory, in the way of the policy. Returns it.
+
+        If only one is running there is nobody to take from but those on the host; and if there are none, it begins anew on
+        a clean pool, where all that was admitted fits.
+        """
         victim = by_rank(self.running)[-1]
-        if self.pressure in ("narrow", "swap") and self.memory.park(victim):
+        if len(self.running) == 1 and self.parked:
+            victim = by_rank(self.parked)[-1]
+            self._retract(victim)
+        elif len(self.running) == 1:
+            if victim.num_computed <= victim.stuck_at:
+                raise InvariantError(
+                    f"request {victim.id} has the pool to itself and no room for token {victim.num_computed} of "
+                    f"{self.full_length(victim)}, though {self.largest_request()} should fit"
+                )
+            victim.stuck_at = victim.num_computed
+            self._retract(victim)
+            self.memory.drop_cache()
+        elif self.pressure in ("narrow", "swap") and self.memory.park(victim):
             self.running.remove(victim)
             self.parked.append(victim)
             self.num_parkings += 1
@@ -216,11 +236,12 @@ class Scheduler:
         victim.state = RequestState.WAITING
         victim.times_retracted += 1
         self.num_retractions += 1
-        self.running.remove(victim)
+        (self.running if victim in self.running else self.parked).remove(victim)
         self.waiting.append(victim)
 
     def _resume(self) -> None:
-        """Parked requests come back, highest and oldest first, when there is room without new pressure, or nothing runs."""
+        """Parked requests come back, highest and oldest first, when there is room without new pressure, or nothing
+        runs."""
         for request in by_rank(self.parked):
             allocator = self.memory.allocator
             pages = int(request.owned_pages.sum()) + 1 + len(self.running)  # and a page for everybody's growth

@@ -47,7 +47,9 @@ def check_extend(prefix_lens: IntArray, seq_lens: IntArray, extend_num_tokens: i
         raise ConfigError(f"request {i}: need 0 <= prefix_len <= seq_len, got {prefix_lens[i]} and {seq_lens[i]}")
     tokens = int(seq_lens.sum() - prefix_lens.sum())
     if tokens != extend_num_tokens:
-        raise ConfigError(f"extend_num_tokens must be {tokens}, the sum of seq_lens - prefix_lens, got {extend_num_tokens}")
+        raise ConfigError(
+            f"extend_num_tokens must be {tokens}, the sum of seq_lens - prefix_lens, got {extend_num_tokens}"
+        )
 
 
 def check_last_loc(ledger: Ledger, last_loc: torch.Tensor, prefix_lens: IntArray, extends: BoolArray) -> None:
@@ -77,7 +79,11 @@ def check_locs(name: str, locs: torch.Tensor) -> None:
 def check_parked(ledger: Ledger, host_pages: IntArray) -> None:
     """Host pages that `park` gave, each once, not yet unparked or dropped; else `DoubleFreeError`."""
     inside = (host_pages >= 0) & (host_pages < ledger.num_host_pages)
-    bad = host_pages[~inside | ~ledger.host_parked[np.where(inside, host_pages, 0)]] if ledger.num_host_pages else host_pages
+    bad = (
+        host_pages[~inside | ~ledger.host_parked[np.where(inside, host_pages, 0)]]
+        if ledger.num_host_pages
+        else host_pages
+    )
     if len(bad) or len(np.unique(host_pages)) != len(host_pages):
         raise DoubleFreeError(f"host pages {(bad if len(bad) else host_pages)[:8].tolist()} are not parked (each once)")
 
@@ -100,7 +106,9 @@ def slots_to_free(ledger: Ledger, locs: IntArray, already: IntArray) -> IntArray
             if page == 0
             else "not handed out: freed before, or never allocated"
         )
-        raise DoubleFreeError(f"cannot free location {first * page_size} (page {page}, slot_start {first // stride + 1}): {why}")
+        raise DoubleFreeError(
+            f"cannot free location {first * page_size} (page {page}, slot_start {first // stride + 1}): {why}"
+        )
     again = combined[np.isin(combined, already)]
     if len(again):
         raise DoubleFreeError(f"location {int(again[0]) * page_size} is freed twice in one free group")

@@ -35,7 +35,9 @@ def write_kv(
     expected = (len(locs), device.geometry.num_kv_heads, device.geometry.head_dim)
     for name, tensor in (("k", k), ("v", v)):
         if tuple(tensor.shape) != expected or tensor.dtype != device.geometry.dtype:
-            raise ConfigError(f"{name} must be {device.geometry.dtype} {expected}, got {tensor.dtype} {tuple(tensor.shape)}")
+            raise ConfigError(
+                f"{name} must be {device.geometry.dtype} {expected}, got {tensor.dtype} {tuple(tensor.shape)}"
+            )
     resident, device_rows, host_rows = locate(ledger, layer, locs)
     for flat_of, rows, mask in ((device, device_rows, resident), (host, host_rows, host_rows >= 0)):
         if mask.any():

@@ -229,7 +229,9 @@ class Ledger:
                 wanted -= n
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def allocate(self, code: int, num_slots: int, split: AllocationSplit, host_pages: IntArray | None = None) -> IntArray:
+    def allocate(
+        self, code: int, num_slots: int, split: AllocationSplit, host_pages: IntArray | None = None
+    ) -> IntArray:
         """Occupy `num_slots` slots by `split`; `host_pages` brings host copies along (a parked request coming back)."""
         slots = self.occupy(code, split)
         if len(slots) > num_slots:  # only the last fresh page can be left over
@@ -355,7 +357,9 @@ class Ledger:
     def grow_staging(self, num_pages: int) -> None:
         """`num_pages` free pages become staging pages."""
         if num_pages > self.num_free_pages:
-            raise InvariantError(f"{num_pages} staging pages wanted, {self.num_free_pages} free: the caller has not checked")
+            raise InvariantError(
+                f"{num_pages} staging pages wanted, {self.num_free_pages} free: the caller has not checked"
+            )
         if num_pages:
             pages = self._own(DYNAMIC, -1, num_pages)
             self.staging_free = np.concatenate([self.staging_free, (pages[:, None] + self.pair_offsets).ravel()])

@@ -28,7 +28,9 @@ class LocHolders:
     def register(self, holder: LocHolder) -> Callable[[], None]:
         """Adds a holder; the returned function takes it out again."""
         if not isinstance(holder, torch.Tensor) and not callable(holder):
-            raise ConfigError(f"a location holder is a tensor or a callable that gives tensors, got {type(holder).__name__}")
+            raise ConfigError(
+                f"a location holder is a tensor or a callable that gives tensors, got {type(holder).__name__}"
+            )
         self._others.append(holder)
 
         def unregister() -> None:
@@ -61,15 +63,22 @@ class LocHolders:
 
     def remapped(self, locs: torch.Tensor, lookup: IntArray) -> torch.Tensor:
         """A rewritten copy of `locs`; the argument is left alone."""
-        return remap.remap_locs_(locs.clone(), torch.from_numpy(lookup).to(locs.device, non_blocking=True), self.page_size)
+        return remap.remap_locs_(
+            locs.clone(), torch.from_numpy(lookup).to(locs.device, non_blocking=True), self.page_size
+        )
 
     def live_slots(self) -> tuple[IntArray, IntArray]:
         """For the checker: (one entry a slot and live row that holds it, slots that the other holders name)."""
-        rows: list[IntArray] = []
-        if self.req_to_token_pool is not None:
-            for row in self.req_to_token_pool.live_rows():
-                locs = self.req_to_token_pool.req_to_token[int(row)]
-                rows.append(np.unique(locs[locs != 0].cpu().numpy().astype(np.int64) // self.page_size))
+        in_rows: IntArray = np.empty(0, dtype=np.int64)
         others = [t.reshape(-1).cpu().numpy().astype(np.int64) // self.page_size for t in self.other_tensors()]
-        empty = np.empty(0, dtype=np.int64)
-        return np.concatenate([empty, *rows]), np.unique(np.concatenate([empty, *others]))
+        elsewhere = np.unique(np.concatenate([in_rows, *others]))
+        pool = self.req_to_token_pool
+        if pool is not None and len(pool.live_rows()):
+            table = pool.req_to_token[torch.from_numpy(pool.live_rows()).to(pool.device)].cpu().numpy()
+            row, column = np.nonzero(table)
+            slots = table[row, column].astype(np.int64) // self.page_size
+            if len(slots):
+                least = int(slots.min())
+                keys = row * (int(slots.max()) - least + 1) + slots - least  # one key a (row, slot)
+                in_rows = slots[np.unique(keys, return_index=True)[1]]
+        return in_rows, elsewhere

@@ -72,12 +72,15 @@ class ReqToTokenPool:
             self._note_written(np.asarray(rows), stop)
         else:  # positions on the device are not read back: the whole row counts as written
             self._note_written(np.asarray(rows.cpu() if isinstance(rows, torch.Tensor) else rows), self.max_context_len)
-        self.req_to_token[rows, columns] = (
-            locs.to(self.req_to_token.dtype) if isinstance(locs, torch.Tensor) else locs
-        )
+        self.req_to_token[rows, columns] = locs.to(self.req_to_token.dtype) if isinstance(locs, torch.Tensor) else locs
 
     def write_tokens(
-        self, rows: torch.Tensor, positions: torch.Tensor, locs: torch.Tensor, host_rows: np.ndarray, host_ends: np.ndarray
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        locs: torch.Tensor,
+        host_rows: np.ndarray,
+        host_ends: np.ndarray,
     ) -> None:
         """As `write` with tensors, for callers who know on the host which rows ([R]) now end where ([R])."""
         self._note_written(host_rows, host_ends)

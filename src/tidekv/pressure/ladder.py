@@ -1,11 +1,11 @@
 """Which rung of the pressure ladder comes next: a pure function of counts, so that every tensor-parallel rank agrees.
 
-    0  evict unreferenced cached prefixes; then merge half-empty pages that need no halving
-    1  low  over low_max_pages        and low  can halve -> halve low,  keep low_max_pages
-    2  high over high_reserved_pages  and high can halve -> halve high, keep high_reserved_pages
-    3  low  can halve                                    -> halve low,  forced
-    4  high can halve                                    -> halve high, forced
-    5  nothing left: None
+0  evict unreferenced cached prefixes; then merge half-empty pages that need no halving
+1  low  over low_max_pages        and low  can halve -> halve low,  keep low_max_pages
+2  high over high_reserved_pages  and high can halve -> halve high, keep high_reserved_pages
+3  low  can halve                                    -> halve low,  forced
+4  high can halve                                    -> halve high, forced
+5  nothing left: None
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which layer of which slots is brought in when, and into which staging cell: decided before the step, as data.
 
 A narrowed slot of the batch owns a dynamic slot, a pair of cells. The copies of a step are *items* (layer, part) in the
-order in which the forward needs them; item i uses cell i % 2 of the pairs, so that the copy of item i + 1 runs under the
-attention of item i and the copy of item i + 2 waits for it. If there are more narrowed slots than dynamic slots they are
-cut into parts that use the same pairs one after the other, and attention merges the parts by log-sum-exp.
+order in which the forward needs them; item i uses cell i % 2 of the pairs, so that the copy of item i + 1 runs under
+the attention of item i and the copy of item i + 2 waits for it. If there are more narrowed slots than dynamic slots
+they are cut into parts that use the same pairs one after the other, and attention merges the parts by log-sum-exp.
 
 Example: 30 layers, slots of width 15, one part: items (1, 0) (3, 0) (5, 0) ... (29, 0) in cells 0, 1, 0, ...
 """
@@ -20,7 +20,8 @@ from tidekv.memory.ledger import IntArray
 
 @dataclass(frozen=True)
 class Item:
-    """One copy of a step: entries [begin, end) of the schedule's lists, for `layer`, into cell `position` of the pairs."""
+    """One copy of a step: entries [begin, end) of the schedule's lists, for `layer`, into cell `position` of the
+    pairs."""
 
     index: int
     layer: int
@@ -60,7 +61,8 @@ def build_schedule(
     page_stride: int,
     num_host_pages: int,
 ) -> StreamSchedule:
-    """The copies of a step that reads `slots` ([n], with their ladder levels and host pages) through `dynamic_slots` ([c]).
+    """The copies of a step that reads `slots` ([n], with their ladder levels and host pages) through `dynamic_slots`
+    ([c]).
 
     Slot i lands in dynamic slot i % c in part i // c, so slots that receive tokens in this step must come first, in the
     order of their own dynamic slots: they are all in part 0, where the new tokens are written.

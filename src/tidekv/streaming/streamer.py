@@ -10,6 +10,7 @@ On the CPU the same calls copy at once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,6 +19,10 @@ from tidekv.kernels import move as kernels
 from tidekv.memory.device_pool import DeviceKVPool
 from tidekv.memory.host_pool import HostKVPool
 from tidekv.streaming.schedule import Item, StreamSchedule
+
+# torch does not type these constructors; the annotations keep the rest of the module checked.
+_new_stream: Callable[..., Any] = torch.cuda.Stream
+_new_event: Callable[..., Any] = torch.cuda.Event
 
 AHEAD = 2  # items in flight: one being read, one being filled. More would need more than two cells a slot.
 
@@ -39,7 +44,7 @@ class Streamer:
         self.bytes_in = 0
         self.copies = 0
         on_cuda = device_pool.device.type == "cuda"
-        self._stream = torch.cuda.Stream(device_pool.device) if on_cuda else None
+        self._stream: torch.cuda.Stream | None = _new_stream(device_pool.device) if on_cuda else None
         self._schedule: StreamSchedule | None = None
         self._copied: dict[int, torch.cuda.Event] = {}
 
@@ -70,7 +75,7 @@ class Streamer:
             raise InvariantError("release outside a step")
         follower = item.index + AHEAD
         if self._stream is not None and follower < len(self._schedule.items):
-            done = torch.cuda.Event()
+            done = _new_event()
             done.record(torch.cuda.current_stream(self.device_pool.device))
             self._stream.wait_event(done)
             self._issue(self._schedule.items[follower])
@@ -85,7 +90,7 @@ class Streamer:
         assert self._stream is not None
         with torch.cuda.stream(self._stream):
             self._copy(item)
-            event = torch.cuda.Event()
+            event = _new_event()
             event.record(self._stream)
         self._copied[item.index] = event
 

@@ -1,0 +1,103 @@
+"""`--executor model`: steps that compute nothing and take the time that the cost model says. The books run for real."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+
+from tidekv.engine.engine import Engine
+from tidekv.engine.model import LoadedModel
+from tidekv.engine.request import Request, RequestState
+from tidekv.replay.cost import CostModel, ModelShape, StepLoad
+
+VOCAB_SIZE = 2**40  # no token is ever looked up: a wide range keeps made-up prompts from sharing pages by accident
+
+
+class VirtualClock:
+    """Seconds that pass when told to. Called like `time.perf_counter`."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class ModelledTotals:
+    """What the modelled machine has done so far: seconds and K and V bytes."""
+
+    busy_s: float = 0.0
+    compute_s: float = 0.0
+    moves_s: float = 0.0
+    link_bytes: int = 0
+    streamed_bytes: int = 0
+    steps: int = 0
+
+
+def stand_in_model(shape: ModelShape, max_context_len: int) -> LoadedModel:
+    """The numbers of a model without its weights."""
+    config = SimpleNamespace(vocab_size=VOCAB_SIZE, max_position_embeddings=max_context_len)
+    return LoadedModel(None, None, config, shape.layer_num, shape.num_kv_heads, shape.head_dim, frozenset())
+
+
+class ModelExecutor:
+    """In place of the engine's `Runner`: counts what the step would read and compute, and advances the clock by that."""
+
+    def __init__(self, engine: Engine, cost: CostModel, clock: VirtualClock) -> None:
+        self.engine, self.cost, self.clock = engine, cost, clock
+        self.totals = ModelledTotals()
+        self.last_load = StepLoad()
+        self._seen = (0, 0, 0)
+
+    def run(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Book the step; returns (request, token 0) for those whose known tokens are all computed."""
+        load = self.load_of(work)
+        self.last_load = load
+        compute_s, moves_s, step_s = self.cost.compute_s(load), self.cost.moves_s(load), self.cost.step_s(load)
+        totals = self.totals
+        totals.compute_s += compute_s
+        totals.moves_s += moves_s
+        totals.busy_s += step_s
+        totals.streamed_bytes += load.streamed_bytes
+        totals.link_bytes += load.streamed_bytes + load.to_host_bytes + load.from_host_bytes
+        totals.steps += 1
+        self.engine.streamer.bytes_in += load.streamed_bytes
+        self.clock.now_s += step_s
+        sampled = []
+        for request, tokens in work:
+            request.num_computed += tokens
+            if request.num_computed == request.num_tokens:
+                sampled.append((request, 0))
+        return sampled
+
+    def load_of(self, work: list[tuple[Request, int]]) -> StepLoad:
+        """The step's counts; the moves are those since the last step."""
+        batch = context = prompt = context_sum = 0
+        for request, tokens in work:
+            start = request.num_computed
+            if tokens == 1 and request.state is RequestState.DECODE:
+                batch += 1
+                context += start + 1
+            else:
+                prompt += tokens
+                context_sum += tokens * start + tokens * (tokens + 1) // 2
+        moves = self.engine.allocator.repacker.counters
+        now = (moves.device_bytes, moves.to_host_bytes, moves.from_host_bytes)
+        device, to_host, from_host = (a - b for a, b in zip(now, self._seen, strict=True))
+        self._seen = now
+        streamed = self.streamed_bytes([request for request, _ in work])
+        return StepLoad(batch, context, prompt, context_sum, streamed, device, to_host, from_host)
+
+    def streamed_bytes(self, requests: list[Request]) -> int:
+        """Bytes of the layers that are not resident, of all pages that these requests read."""
+        ledger = self.engine.allocator.ledger
+        if not ledger.any_narrow:
+            return 0
+        slots = self.engine.memory.slots_of(requests)
+        levels = ledger.levels_of(slots[slots > 0])
+        away = ledger.geometry.layer_num - np.array(ledger.ladder, dtype=np.int64)
+        counts = np.bincount(levels, minlength=len(ledger.ladder))
+        return int((counts * away).sum()) * ledger.geometry.cell_bytes
