@@ -112,7 +112,7 @@ def arguments(name: str, budget_s: float, doc: str | None) -> tuple[argparse.Arg
         prog=f"python -m benchmarks.{name}", description=(doc or "").split("\n", maxsplit=1)[0]
     )
     parser.add_argument(
-        "--out", type=Path, default=Path(os.environ.get("OUT", "out/benchmarks")), help="folder for NAME.json"
+        "--out", type=Path, default=Path("out/benchmarks"), help="folder for NAME.json"
     )
     parser.add_argument("--budget-s", type=float, default=budget_s, help="parts that do not fit any more are skipped")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on the CPU too: tries the code, measures nothing")

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from tidekv.pressure.plan import Refusal, RepackPlan, plan_merge, plan_repack
 from tidekv.pressure.repack import Work
 
 INT32_MAX = 2**31 - 1
+_new_event: Callable[..., Any] = torch.cuda.Event  # torch does not type its constructor
 Indices = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -133,11 +134,11 @@ class DynamicPagedTokenToKVPoolAllocator:
         ):
             if got != want:
                 raise ConfigError(f"{name} must be {want}, as in the geometry of the pool, got {got}")
-        if req_to_token_pool is not None and req_to_token_pool.req_to_token.dtype == torch.int32:
-            if geometry.flat_rows > INT32_MAX:
-                raise ConfigError(
-                    f"encoded locations reach {geometry.flat_rows}, over int32: make req_to_token int64, or lower num_pages"
-                )
+        is_int32 = req_to_token_pool is not None and req_to_token_pool.req_to_token.dtype == torch.int32
+        if is_int32 and geometry.flat_rows > INT32_MAX:
+            raise ConfigError(
+                f"encoded locations reach {geometry.flat_rows}, over int32: make req_to_token int64, or lower num_pages"
+            )
         self.size, self.page_size, self.dtype, self.device = size, page_size, dtype, torch.device(device)
         self.geometry, self.kvcache, self.need_sort = geometry, kvcache, need_sort
         self.req_to_token_pool = req_to_token_pool
@@ -164,6 +165,10 @@ class DynamicPagedTokenToKVPoolAllocator:
         self._frees_in_flight: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self._device_free_list: tuple[int, torch.Tensor] = (-1, torch.empty(0, dtype=torch.int64))
         self._in_step = False
+        # Of this step: the slots that each call gave tokens to (read only if something gets narrow), with the number of
+        # lookup tables that were applied before it; and those tables.
+        self._written: list[tuple[Callable[[], IntArray], int]] = []
+        self._lookups: list[IntArray] = []
         self.num_halvings = {HIGH: 0, LOW: 0}
         self.num_merges = self.num_pages_freed = self.num_restores = self.num_repacks = self.num_evicted_pages = 0
         self.refusals: list[str] = []  # why halvings were refused, newest last, at most 32
@@ -199,24 +204,26 @@ class DynamicPagedTokenToKVPoolAllocator:
         prefix_lens, seq_lens, last_loc: [bs] int64 on the device; *_cpu: the same on the host. `last_loc` is the location
         of token prefix - 1 (-1 if there is none), read before the call. On None nothing has changed.
         """
-        prefix, seq = (
-            contract.host_lens("prefix_lens_cpu", prefix_lens_cpu),
-            contract.host_lens("seq_lens_cpu", seq_lens_cpu),
-        )
+        prefix = contract.host_lens("prefix_lens_cpu", prefix_lens_cpu)
+        seq = contract.host_lens("seq_lens_cpu", seq_lens_cpu)
         contract.check_extend(prefix, seq, extend_num_tokens)
         page_size = self.page_size
         new_pages = -(-seq // page_size) - -(-prefix // page_size)
-        goes_on = (prefix % page_size != 0) & (seq > prefix)
         for name, tensor in (("prefix_lens", prefix_lens), ("seq_lens", seq_lens), ("last_loc", last_loc)):
             contract.check_device_vector(name, tensor, len(seq), self.device)
         if self.device.type == "cpu":
             contract.check_last_loc(self.ledger, last_loc, prefix, seq > prefix)
+
+        def goes_on() -> BoolArray:
+            going_on: BoolArray = (prefix % page_size != 0) & (seq > prefix)
+            return going_on
+
         batch = self._allocate_batch(new_pages, goes_on, last_loc, is_high_priority)
         if batch is None:
             return None
         new_slots = self._slots_on_device(batch.slots, batch.run)
         out = assign.alloc_extend(
-            prefix_lens, seq_lens, batch.last_loc, new_slots, extend_num_tokens, page_size, batch.order
+            prefix_lens, seq_lens, batch.last_loc, new_slots, extend_num_tokens, page_size, batch.order, checked=True
         )
         return out, self._dynamic_indices(out, batch.slots, batch.touched)
 
@@ -232,44 +239,75 @@ class DynamicPagedTokenToKVPoolAllocator:
         seq_lens: [bs] int64 with the new token counted in; last_loc: [bs] int64, the location of the token before it.
         """
         seq = contract.host_lens("seq_lens_cpu", seq_lens_cpu)
-        offsets = (seq - 1) % self.page_size
+        opens = (seq - 1) % self.page_size == 0
         for name, tensor in (("seq_lens", seq_lens), ("last_loc", last_loc)):
             contract.check_device_vector(name, tensor, len(seq), self.device)
         if self.device.type == "cpu":
             contract.check_last_loc(self.ledger, last_loc, seq - 1, np.ones(len(seq), dtype=np.bool_))
-        batch = self._allocate_batch(offsets == 0, offsets != 0, last_loc, is_high_priority)
+        batch = self._allocate_batch(opens, lambda: ~opens, last_loc, is_high_priority)
         if batch is None:
             return None
         new_slots = self._slots_on_device(batch.slots, batch.run)
-        out = assign.alloc_decode(seq_lens, batch.last_loc, new_slots, self.page_size, batch.order)
+        out = assign.alloc_decode(seq_lens, batch.last_loc, new_slots, self.page_size, batch.order, checked=True)
         return out, self._dynamic_indices(out, batch.slots, batch.touched)
 
     def _allocate_batch(
-        self, new_pages: IntArray | BoolArray, goes_on: BoolArray, last_loc: torch.Tensor, is_high_priority: Priorities
+        self,
+        new_pages: IntArray | BoolArray,
+        goes_on: Callable[[], BoolArray],
+        last_loc: torch.Tensor,
+        is_high_priority: Priorities,
     ) -> _Batch | None:
-        """Capacity for each group, then slots for each group, high before low; None with nothing changed."""
+        """Capacity for each group, then slots for each group, high before low; None with nothing changed.
+
+        new_pages: [bs] pages that each request opens; goes_on(): [bs] those that go on filling the page of last_loc.
+        """
         is_high = self._resolve_priority(is_high_priority, len(new_pages))
         order = None
         if isinstance(is_high, int):
-            groups = [(is_high, int(new_pages.sum()))]
+            groups = [(is_high, int(np.add.reduce(new_pages, dtype=np.int64)))]
         else:
             groups = [(HIGH, int(new_pages[is_high].sum())), (LOW, int(new_pages[~is_high].sum()))]
             order = torch.from_numpy(np.argsort(~is_high, kind="stable")).to(self.device, non_blocking=True)
 
         def touched() -> IntArray:
             # Reads last_loc: waits for the device. Only asked for when something is narrow or has to be narrowed.
-            return last_loc.cpu().numpy()[goes_on] // self.page_size if goes_on.any() else NO_SLOTS
+            going_on = goes_on()
+            return last_loc.cpu().numpy()[going_on] // self.page_size if going_on.any() else NO_SLOTS
 
-        with self._deciding(touched) as decision:
-            for code, pages_needed in groups:
-                if not self.ensure_capacity(pages_needed, code):
-                    return None
-        for work in decision.works:
+        works: list[Work] = []
+        splits = self._plain_pages(groups)
+        if splits is None:
+            with self._deciding(touched) as decision:
+                for code, pages_needed in groups:
+                    if not self.ensure_capacity(pages_needed, code):
+                        return None
+            splits, works = decision.splits, decision.works
+        carried = last_loc
+        for work in works:
             if work.lookup is not None:  # the caller read last_loc before this call: carry it along
-                last_loc = self.loc_holders.remapped(last_loc, work.lookup)
-        parts = [self._allocate_slots(pages, code, decision.splits[code]) for code, pages in groups]
+                carried = self.loc_holders.remapped(carried, work.lookup)
+        parts = [self._allocate_slots(pages, code, splits[code]) for code, pages in groups]
         slots, run = parts[0] if len(parts) == 1 else (np.concatenate([slots for slots, _ in parts]), None)
-        return _Batch(slots, run, order, last_loc, lambda: decision.follow(touched()))
+
+        def touched_now() -> IntArray:
+            found = touched()
+            for work in works:
+                found = found if work.lookup is None else work.lookup[found]
+            return found
+
+        if self._in_step:
+            self._written.append((lambda: np.concatenate([slots, touched_now()]), len(self._lookups)))
+        return _Batch(slots, run, order, carried, touched_now)
+
+    def _plain_pages(self, groups: list[tuple[int, int]]) -> dict[int, AllocationSplit] | None:
+        """The usual case, without a transaction: full width everywhere and enough free pages. Else None: decide."""
+        ledger = self.ledger
+        if self._decision is not None or not ledger.at_full_width:
+            return None
+        if sum(pages for _, pages in groups) > ledger.num_free_pages:
+            return None
+        return {code: AllocationSplit(0, pages, 0) for code, pages in groups}
 
     def _resolve_priority(self, is_high_priority: Priorities, bs: int) -> int | BoolArray:
         """HIGH or LOW when the whole batch is one of them, else a mask [bs], True for high."""
@@ -327,17 +365,35 @@ class DynamicPagedTokenToKVPoolAllocator:
             return None
         if not self._in_step:
             ledger.drop_dynamic(ledger.staging_assigned)
-        slots = np.concatenate([new_slots, touched()])
-        narrow = np.unique(slots[ledger.levels_of(slots) > 0])
-        if not len(narrow):
+        mine = self._narrow_of(np.concatenate([new_slots, touched()]))
+        # Slots that an earlier call of this step gave tokens to may have been narrowed by this one.
+        both = np.concatenate([mine, np.setdiff1d(self._narrow_of(self._written_slots()), mine)])
+        if not ledger.assign_dynamic(both):
+            raise InvariantError(f"staging for {len(both)} slots was promised and is not there")
+        if not len(mine):
             return None
-        if not ledger.assign_dynamic(narrow):
-            raise InvariantError(f"staging for {len(narrow)} slots was promised and is not there")
-        keys = torch.from_numpy(narrow).to(self.device)
-        staged = torch.from_numpy(ledger.dynamic_of[narrow]).to(self.device)
+        keys = torch.from_numpy(mine).to(self.device)
+        staged = torch.from_numpy(ledger.dynamic_of[mine]).to(self.device)
         combined = out // self.page_size
-        at = torch.searchsorted(keys, combined).clamp_(max=len(narrow) - 1)
+        at = torch.searchsorted(keys, combined).clamp_(max=len(mine) - 1)
         return torch.where(keys[at] == combined, staged[at] * self.page_size + out % self.page_size, 0)
+
+    def _narrow_of(self, slots: IntArray) -> IntArray:
+        """Those that are occupied and narrow, each once."""
+        narrow: IntArray = np.unique(slots[self.ledger.occupied[slots] & (self.ledger.levels_of(slots) > 0)])
+        return narrow
+
+    def _written_slots(self) -> IntArray:
+        """Slots that calls of this step have given tokens to, by the ids they have now."""
+        found = [NO_SLOTS]
+        for slots_of, seen in self._written:
+            slots = slots_of()
+            for lookup in self._lookups[seen:]:
+                slots = lookup[slots]
+            found.append(slots)
+        written = np.concatenate(found)
+        self._written, self._lookups = [(lambda: written, 0)] if len(written) else [], []
+        return written
 
     # ==== pressure ==============================================================================================
 
@@ -363,10 +419,11 @@ class DynamicPagedTokenToKVPoolAllocator:
         ledger = self.ledger
         if self._frees_in_flight and (ledger.any_narrow or sum(decision.demand.values()) > ledger.num_free_pages):
             self._collect_freed()
-        staged = decision.follow(decision.touched()) if ledger.any_narrow else NO_SLOTS
-        staged_now = self._in_step if len(staged) else False
-        narrow = staged[ledger.levels_of(staged) > 0]
-        num_staged = int((ledger.dynamic_of[narrow] == 0).sum()) if staged_now else len(narrow)
+        num_staged = 0
+        if ledger.any_narrow:
+            staged = decision.follow(np.concatenate([decision.touched(), self._written_slots()]))
+            narrow = self._narrow_of(staged)
+            num_staged = int((ledger.dynamic_of[narrow] == 0).sum()) if self._in_step else len(narrow)
         free, opened_narrow = ledger.num_free_pages, 0
         for code, slots in decision.demand.items():
             opening = slots if ledger.level[code] else 0
@@ -399,7 +456,7 @@ class DynamicPagedTokenToKVPoolAllocator:
             return False
         if decision.saved is None:
             decision.saved = self.ledger.clone()
-        shortage = max(1, sum(decision.demand.values()))
+        shortage = max(1, sum(decision.demand.values()) - self.ledger.num_free_pages)
         if action.rung == Rung.EVICT:
             return self._evict(shortage)
         if action.rung == Rung.MERGE:
@@ -420,8 +477,8 @@ class DynamicPagedTokenToKVPoolAllocator:
         return PressureState(
             evictable_pages=self.evictor.evictable_pages - decision.num_evicted if self.evictor else 0,
             mergeable_pages=sum(self._mergeable_pages(decision).values()),
-            low_used=int(ledger.used[LOW]),
-            high_used=int(ledger.used[HIGH]),
+            low_used=ledger.used[LOW],
+            high_used=ledger.used[HIGH],
             low_can_halve=can_halve(LOW),
             high_can_halve=can_halve(HIGH),
             budgets=self.budgets,
@@ -440,7 +497,8 @@ class DynamicPagedTokenToKVPoolAllocator:
     def _evict(self, num_pages: int) -> bool:
         """Rung 0: book the release of cached pages that nobody references; the cache drops them at commit."""
         decision = self._decision
-        assert decision is not None and self.evictor is not None
+        assert decision is not None
+        assert self.evictor is not None
         locs = self.evictor.peek_evictable(decision.num_evicted + num_pages)[decision.num_evicted :]
         self.ledger.release(locs // self.page_size)
         decision.num_evicted += len(locs)
@@ -485,6 +543,8 @@ class DynamicPagedTokenToKVPoolAllocator:
         self.repacker.bring_back(work)
         if work.lookup is not None:
             self._remap_loc_holders(work.lookup)
+            if self._in_step:
+                self._lookups.append(work.lookup)
         self.num_repacks += 1
         self.num_pages_freed += work.freed_pages
         if work.name == "halve":
@@ -550,7 +610,7 @@ class DynamicPagedTokenToKVPoolAllocator:
         """
         if not 0.0 <= stop_free <= start_free <= 1.0:
             raise ConfigError(f"need 0 <= stop_free <= start_free <= 1, got {stop_free} and {start_free}")
-        if not self.ledger.any_narrow and not self.ledger.level.any():
+        if not self.ledger.any_narrow and not any(self.ledger.level):
             return 0
         self._collect_freed()
         pages = self.geometry.num_pages
@@ -559,7 +619,7 @@ class DynamicPagedTokenToKVPoolAllocator:
         free = self.ledger.num_free_pages + float((0.5 ** self.ledger.levels_of(cached)).sum())
         if free < start_free * pages:
             return 0
-        self.ledger.level[:] = 0
+        self.ledger.level = [0, 0, 0, 0]
         keep, widened = int(stop_free * pages), 0
         for code in (HIGH, LOW):
             slots = restore.oldest_narrow(self.ledger, code, max_slots - widened, leave_out=cached)
@@ -642,6 +702,7 @@ class DynamicPagedTokenToKVPoolAllocator:
             yield
         finally:
             self._in_step = False
+            self._written, self._lookups = [], []
             self.ledger.end_step()
 
     # ==== freeing ===============================================================================================
@@ -684,7 +745,7 @@ class DynamicPagedTokenToKVPoolAllocator:
         """Read the locations back behind the queued work: no wait here, the event is waited for when pages run short."""
         copy = torch.empty(locs.numel(), dtype=torch.int64, pin_memory=True)
         copy.copy_(locs.reshape(-1), non_blocking=True)
-        event = torch.cuda.Event()
+        event = _new_event()
         event.record()
         self._frees_in_flight.append((copy, event))
 
@@ -708,19 +769,19 @@ class DynamicPagedTokenToKVPoolAllocator:
     def high_used(self) -> int:
         """Pages of high priority."""
         self._collect_freed()
-        return int(self.ledger.used[HIGH])
+        return self.ledger.used[HIGH]
 
     @property
     def low_used(self) -> int:
         """Pages of low priority."""
         self._collect_freed()
-        return int(self.ledger.used[LOW])
+        return self.ledger.used[LOW]
 
     @property
     def dynamic_used(self) -> int:
         """Staging pages; 0 while nothing is narrow."""
         self._collect_freed()
-        return int(self.ledger.used[DYNAMIC])
+        return self.ledger.used[DYNAMIC]
 
     @property
     def num_free_pages(self) -> int:
@@ -731,12 +792,12 @@ class DynamicPagedTokenToKVPoolAllocator:
     @property
     def high_current_slot_width(self) -> int:
         """Width at which new slots of high priority are opened."""
-        return self.ledger.ladder[int(self.ledger.level[HIGH])]
+        return self.ledger.ladder[self.ledger.level[HIGH]]
 
     @property
     def low_current_slot_width(self) -> int:
         """Width at which new slots of low priority are opened."""
-        return self.ledger.ladder[int(self.ledger.level[LOW])]
+        return self.ledger.ladder[self.ledger.level[LOW]]
 
     @property
     def free_pages(self) -> torch.Tensor:
@@ -748,7 +809,7 @@ class DynamicPagedTokenToKVPoolAllocator:
         """Tokens that `alloc` would give this class now, without any pressure (whole pages)."""
         self._collect_freed()
         code, ledger = (LOW if is_high_priority is not None and not is_high_priority else HIGH), self.ledger
-        most = (ledger.num_free_pages << int(ledger.level[code])) + ledger.num_partial(code)
+        most = (ledger.num_free_pages << ledger.level[code]) + ledger.num_partial(code)
         if not ledger.any_narrow and not ledger.level[code]:
             return most * self.page_size
         trial = _Decision(lambda: NO_SLOTS, stages_new_slots=True, has_host_pages=False)

@@ -72,3 +72,70 @@ def doctor(
     from tidekv.doctor import print_report
 
     print_report(Console(), as_json)
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="JSONL or .jsonl.gz with t, in, out, prio and, if known, hash_ids.")],
+    pressure: Annotated[
+        str, typer.Option(help="Policies to run side by side, with commas between them.")
+    ] = "narrow,reserve,retract,swap,unlimited",
+    capacity: Annotated[
+        str, typer.Option(help="Pool: tokens (120000), or a share (0.5) of the trace's peak in unlimited memory.")
+    ] = "0.5",
+    executor: Annotated[str, typer.Option(help="model (virtual clock, no forward) or real (wall clock).")] = "model",
+    model_preset: Annotated[str, typer.Option(help="Shape for the cost model.")] = "llama-3.1-8b",
+    machine: Annotated[str, typer.Option(help="Rates for the cost model.")] = "H200",
+    real_model: Annotated[str, typer.Option(help="What the real executor loads: smollm2, random:SHAPE, a folder.")] = (
+        "smollm2"
+    ),
+    duration: Annotated[float | None, typer.Option(help="Only arrivals of the first so many seconds.")] = None,
+    high_rate: Annotated[float, typer.Option(help="Arrivals of high priority come so many times as fast.")] = 1.0,
+    low_rate: Annotated[float, typer.Option(help="Arrivals of low priority come so many times as fast.")] = 1.0,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens a page.")] = 64,
+    prefill_chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens a step at most.")] = 2048,
+    max_running: Annotated[int, typer.Option(min=1, help="Requests that hold memory at a time.")] = 256,
+    prefix_cache: Annotated[bool, typer.Option(help="Keep the prefixes of finished requests.")] = True,
+    out: Annotated[Path, typer.Option(help="Folder for report.json and the plots.")] = Path("out/replay"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,
+) -> None:
+    """Replay a request trace through the real scheduler, allocator and prefix cache, once for each policy.
+
+    Ctrl-C keeps what is done: the report then holds the runs so far.
+    """
+    import json
+
+    from tidekv.errors import ConfigError
+    from tidekv.replay import report
+    from tidekv.replay.command import parse_capacity, run_with_progress
+    from tidekv.replay.run import ReplayConfig
+
+    errors = Console(stderr=True)
+    try:
+        config = ReplayConfig(
+            capacity=parse_capacity(capacity),
+            executor=executor,  # type: ignore[arg-type]
+            machine=machine,
+            model=model_preset,
+            real_model=real_model,
+            page_size=page_size,
+            prefill_chunk=prefill_chunk,
+            max_running=max_running,
+            prefix_cache=prefix_cache,
+        )
+        policies = [name.strip() for name in pressure.split(",") if name.strip()]
+        result = run_with_progress(trace, policies, config, errors, duration, high_rate, low_rate)
+    except ConfigError as error:
+        errors.print(f"error: {error}", style="bold red", highlight=False)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt:
+        errors.print("interrupted before anything was done", style="yellow")
+        raise typer.Exit(130) from None
+    paths = report.write_report(result, out)
+    if as_json:
+        print(json.dumps(report.report(result)))
+    else:
+        console = Console()
+        report.print_table(result, console)
+        console.print("written: " + ", ".join(map(str, paths)), highlight=False, soft_wrap=True)
+    raise typer.Exit(130 if any(run.interrupted for run in result.runs) else 0)

@@ -78,12 +78,12 @@ class KVGeometry:
 
     @property
     def flat_rows(self) -> int:
-        """Rows of the flat K (or V) tensor: L * (P + 1) * page_size. Passes 2**31 on real machines (32 * 1M * 64)."""
+        """Rows of the flat K (or V) tensor: L * (P + 1) * page_size. Passes 2**31 on real machines (80 layers * 1M pages * 64 tokens)."""
         return self.num_combined * self.page_size
 
     def encode(self, page: Ids, slot_start: Ids | int, offset: Ids | int) -> Ids:
         """(page, slot_start 1-based, offset) -> encoded location. Ints, int64 arrays or int64 tensors alike."""
-        return (page + (slot_start - 1) * self.page_stride) * self.page_size + offset  # type: ignore[return-value]
+        return (page + (slot_start - 1) * self.page_stride) * self.page_size + offset
 
     def decode(self, loc: Ids) -> tuple[Ids, Ids, Ids]:
         """Encoded location -> (page, slot_start 1-based, offset); the inverse of `encode`."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tidekv.errors import InvariantError
 from tidekv.kernels import tables as kernels
-from tidekv.memory.ledger import IntArray, Ledger
+from tidekv.memory.ledger import DYNAMIC, IntArray, Ledger
 from tidekv.streaming.schedule import StreamSchedule, build_schedule
 
 
@@ -87,7 +88,7 @@ def build_batch(
     device = slots.device
     cu_q = torch.from_numpy(np.concatenate([[0], np.cumsum(q_lens)])).to(device, non_blocking=True)
     kv_dev = torch.from_numpy(kv_lens).to(device, non_blocking=True)
-    if not ledger.any_narrow and not ledger.backed.any():
+    if not ledger.any_narrow and not ledger.any_backed:
         return PackedBatch(q_lens, kv_lens, cu_q, kv_dev, slots, locs, None, None)
     host_slots, host_locs = slots.cpu().numpy(), locs.cpu().numpy()
     token_slots = host_locs // ledger.geometry.page_size
@@ -107,10 +108,13 @@ def _narrow_tables(
     if not len(read):
         return None
     token_slots = host_locs // page_size
+    unstaged = token_slots[(ledger.levels_of(token_slots) > 0) & (ledger.dynamic_of[token_slots] == 0)]
+    if len(unstaged):  # its staging copy could overtake the write of its new token
+        raise InvariantError(f"slot {int(unstaged[0])} gets tokens in this step, is narrow and has no staging")
     has = ledger.dynamic_of[read] > 0  # given by the allocating call: these slots receive tokens in this step
     written, others = read[has], read[~has]
     short = ledger.staging_pages_for(len(others))
-    wanted = ledger.staging_target(int(ledger.num_narrow.sum())) - int(ledger.used[3])
+    wanted = ledger.staging_target(sum(ledger.num_narrow)) - ledger.used[DYNAMIC]
     ledger.grow_staging(max(0, min(short, wanted, ledger.num_free_pages)))
     ledger.assign_dynamic(others[: len(ledger.staging_free)])
     ordered = np.concatenate([written, others])

@@ -54,7 +54,8 @@ class RequestMemory:
         if not requests:
             return NO_SLOTS
         slots = self.slots_of(requests)
-        return ((slots > 0) & (self.allocator.ledger.levels_of(slots) > 0)).sum(1)
+        counts: IntArray = ((slots > 0) & (self.allocator.ledger.levels_of(slots) > 0)).sum(1)
+        return counts
 
     # ---- coming and going --------------------------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ class Scheduler:
         ledger = self.memory.allocator.ledger
         if not ledger.any_narrow or not requests:
             return requests
-        pages = max(int(ledger.used[DYNAMIC]), ledger.staging_target(int(ledger.num_narrow.sum())))
+        pages = max(ledger.used[DYNAMIC], ledger.staging_target(sum(ledger.num_narrow)))
         room = pages * len(ledger.pair_offsets)
         narrow = dict(zip(requests, self.memory.narrow_slots(requests).tolist(), strict=True))
         longest_untouched = sorted(requests, key=lambda r: (not r.is_high_priority, r.last_step, r.arrival_order))

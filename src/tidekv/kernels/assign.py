@@ -131,6 +131,7 @@ def alloc_extend(
     order: Tensor | None = None,
     *,
     backend: Backend = "auto",
+    checked: bool = False,
 ) -> Tensor:
     """Encoded locations of the new tokens of a prefill or extend batch.
 
@@ -143,6 +144,7 @@ def alloc_extend(
         num_tokens: the sum of seq - prefix. The host knows it, so nothing waits for the device.
         page_size: tokens a page.
         order: [bs] int64, a permutation: who takes slots first. None: in the caller's order.
+        checked: the caller vouches for the arguments; the checks take longer than the launch.
     Returns:
         [num_tokens] int64, request after request in the caller's order.
     Raises:
@@ -150,6 +152,10 @@ def alloc_extend(
 
     Example: page_size 4, prefix 6, seq 11, last_loc 13 (page 3, offset 1), new_slots [7] -> 14, 15, 28, 29, 30.
     """
+    if checked and not last_loc.is_cuda:
+        return alloc_extend_ref(prefix_lens, seq_lens, last_loc, new_slots, num_tokens, page_size, order)
+    if checked:
+        return _launch_extend(prefix_lens, seq_lens, last_loc, new_slots, num_tokens, page_size, order)
     bs = _check_batch(last_loc, new_slots, page_size, order, prefix_lens=prefix_lens, seq_lens=seq_lens)
     require(num_tokens >= 0, lambda: f"num_tokens must not be negative, got {num_tokens}")
     operands = {
@@ -161,6 +167,19 @@ def alloc_extend(
     }
     if not use_triton(alloc_extend_kernel, backend, operands):
         return alloc_extend_ref(prefix_lens, seq_lens, last_loc, new_slots, num_tokens, page_size, order)
+    return _launch_extend(prefix_lens, seq_lens, last_loc, new_slots, num_tokens, page_size, order)
+
+
+def _launch_extend(
+    prefix_lens: Tensor,
+    seq_lens: Tensor,
+    last_loc: Tensor,
+    new_slots: Tensor,
+    num_tokens: int,
+    page_size: int,
+    order: Tensor | None,
+) -> Tensor:
+    bs = seq_lens.numel()
     out = torch.empty(num_tokens, dtype=torch.int64, device=seq_lens.device)
     if bs and num_tokens:
         with on_device(seq_lens):
@@ -237,6 +256,7 @@ def alloc_decode(
     order: Tensor | None = None,
     *,
     backend: Backend = "auto",
+    checked: bool = False,
 ) -> Tensor:
     """Encoded location of one new token a request.
 
@@ -247,6 +267,7 @@ def alloc_decode(
             == 0.
         page_size: tokens a page.
         order: [bs] int64, a permutation: who takes slots first. None: in the caller's order.
+        checked: the caller vouches for the arguments; the checks take longer than the launch.
     Returns:
         [bs] int64, in the caller's order.
     Raises:
@@ -254,10 +275,14 @@ def alloc_decode(
 
     Example: page_size 4, seq_lens [9, 7], last_loc [15, 21], new_slots [5] -> [20, 22].
     """
-    bs = _check_batch(last_loc, new_slots, page_size, order, seq_lens=seq_lens)
-    operands = {"seq_lens": seq_lens, "last_loc": last_loc, "new_slots": new_slots, "order": order}
-    if not use_triton(alloc_decode_kernel, backend, operands):
+    if checked and not last_loc.is_cuda:
         return alloc_decode_ref(seq_lens, last_loc, new_slots, page_size, order)
+    if not checked:
+        _check_batch(last_loc, new_slots, page_size, order, seq_lens=seq_lens)
+        operands = {"seq_lens": seq_lens, "last_loc": last_loc, "new_slots": new_slots, "order": order}
+        if not use_triton(alloc_decode_kernel, backend, operands):
+            return alloc_decode_ref(seq_lens, last_loc, new_slots, page_size, order)
+    bs = last_loc.numel()
     out = torch.empty(bs, dtype=torch.int64, device=seq_lens.device)
     if bs:
         with on_device(seq_lens):

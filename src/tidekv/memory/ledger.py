@@ -111,8 +111,10 @@ class Ledger:
         self.page_code = np.zeros(pages, dtype=np.int8)
         self.page_level = np.full(pages, -1, dtype=np.int8)
         self.page_occupied = np.zeros(pages, dtype=np.int32)
-        self.used = np.zeros(4, dtype=np.int64)
-        self.level = np.zeros(4, dtype=np.int64)  # by code: ladder index at which new slots are opened
+        # Four numbers each, by code; lists, because reading a numpy scalar costs as much as the rest of an allocation.
+        self.used = [0, 0, 0, 0]
+        self.level = [0, 0, 0, 0]  # ladder index at which new slots are opened
+        self.num_narrow = [0, 0, 0, 0]  # occupied slots below full width
         # By combined id. np.zeros is lazy: ids that are never slots cost no memory.
         self.occupied = np.zeros(slots, dtype=np.bool_)
         self.host_plus_1 = np.zeros(slots, dtype=np.int32)  # host page + 1, 0 = none
@@ -122,7 +124,7 @@ class Ledger:
         self.partial: dict[tuple[int, int], IntArray] = {}  # (code, level) -> free slots of owned pages
         self.staging_free: IntArray = NO_SLOTS
         self.staging_assigned: IntArray = NO_SLOTS  # slots with a dynamic_of
-        self.num_narrow = np.zeros(4, dtype=np.int64)  # occupied slots below full width, by code
+        self.any_backed = False  # some slot has been written through since `clear`
         self.host_free: IntArray = np.arange(self.num_host_pages - 1, -1, -1, dtype=np.int64)  # a stack, lowest on top
         self.host_parked = np.zeros(self.num_host_pages, dtype=np.bool_)
         self.next_stamp = 1
@@ -132,9 +134,10 @@ class Ledger:
         other = copy.copy(self)
         other.free_list = self.free_list.clone()
         other.partial = dict(self.partial)  # arrays in it are replaced, never written in place
+        other.used, other.level, other.num_narrow = self.used[:], self.level[:], self.num_narrow[:]
         for name in (
-            "page_code", "page_level", "page_occupied", "used", "level", "occupied", "host_plus_1", "backed", "stamp",
-            "dynamic_of", "num_narrow", "host_parked",
+            "page_code", "page_level", "page_occupied", "occupied", "host_plus_1", "backed", "stamp", "dynamic_of",
+            "host_parked",
         ):  # fmt: skip
             setattr(other, name, getattr(self, name).copy())
         return other
@@ -148,11 +151,17 @@ class Ledger:
     @property
     def any_narrow(self) -> bool:
         """Some occupied slot is below full width. False is the zero-overhead case."""
-        return bool(self.num_narrow.any())
+        return self.num_narrow[HIGH] + self.num_narrow[LOW] > 0
+
+    @property
+    def at_full_width(self) -> bool:
+        """Nothing is narrow, new slots are opened at full width and no page has free slots: pages are all there is."""
+        level, narrow = self.level, self.num_narrow
+        return not (level[HIGH] or level[LOW] or narrow[HIGH] or narrow[LOW] or self.partial)
 
     def slots_per_page(self, code: int) -> int:
         """Slots in a fresh page of this priority at its current width."""
-        return 1 << int(self.level[code])
+        return 1 << self.level[code]
 
     def partial_slots(self, code: int, level: int) -> IntArray:
         return self.partial.get((code, level), NO_SLOTS)
@@ -190,7 +199,7 @@ class Ledger:
 
     def split(self, code: int, num_slots: int, free_pages: int) -> AllocationSplit | None:
         """Meet `num_slots` from partial slots of the current width, then `free_pages`, then other partial slots."""
-        level = int(self.level[code])
+        level = self.level[code]
         current = min(num_slots, len(self.partial_slots(code, level)))
         rest = num_slots - current
         fresh = min(-(-rest // (1 << level)), free_pages)
@@ -201,7 +210,7 @@ class Ledger:
 
     def pages_by_state(self) -> dict[tuple[str, int], int]:
         """(priority name, slot width) -> pages, and ("free", 0), ("dynamic", 2): the picture of the pool."""
-        out = {("free", 0): self.num_free_pages, ("dynamic", 2): int(self.used[DYNAMIC])}
+        out = {("free", 0): self.num_free_pages, ("dynamic", 2): self.used[DYNAMIC]}
         for code in (HIGH, LOW):
             levels = self.page_level[self.page_code == code]
             for level, count in enumerate(np.bincount(levels, minlength=len(self.ladder))):
@@ -212,7 +221,7 @@ class Ledger:
 
     def occupy(self, code: int, split: AllocationSplit) -> IntArray:
         """Hand out the slots of a split, in its order; narrow ones get a host page. The caller has checked the counts."""
-        level = int(self.level[code])
+        level = self.level[code]
         parts = [self._take_partial(code, level, split.current_slots)]
         if split.fresh_pages:
             pages = self._own(code, level, split.fresh_pages)
@@ -233,21 +242,26 @@ class Ledger:
         self, code: int, num_slots: int, split: AllocationSplit, host_pages: IntArray | None = None
     ) -> IntArray:
         """Occupy `num_slots` slots by `split`; `host_pages` brings host copies along (a parked request coming back)."""
+        if host_pages is None and split.fresh_pages == num_slots and not self.level[code]:
+            slots = self._own(code, 0, num_slots)
+            self.page_occupied[slots] = 1
+            self._stamp(slots)
+            return slots
         slots = self.occupy(code, split)
         if len(slots) > num_slots:  # only the last fresh page can be left over
             extra = slots[num_slots:]
             if split.other_slots:
                 raise InvariantError("a split opens fresh pages in full before it takes slots of other widths")
-            self._put_partial(code, int(self.level[code]), extra)
+            self._put_partial(code, self.level[code], extra)
             slots = slots[:num_slots]
+        self._stamp(slots)
+        self._book_shared_or_narrow(code, slots, host_pages)
+        return slots
+
+    def _stamp(self, slots: IntArray) -> None:
         self.occupied[slots] = True
         self.stamp[slots] = self.next_stamp
         self.next_stamp += 1
-        if self.level[code] or split.current_slots or split.other_slots or host_pages is not None:
-            self._book_shared_or_narrow(code, slots, host_pages)
-        else:
-            self.page_occupied[slots] = 1
-        return slots
 
     def _book_shared_or_narrow(self, code: int, slots: IntArray, host_pages: IntArray | None) -> None:
         np.add.at(self.page_occupied, slots % self.page_stride, 1)
@@ -274,7 +288,8 @@ class Ledger:
             self.drop_dynamic(combined)
         codes, levels = self.page_code[pages], self.page_level[pages]
         if self.any_narrow:
-            self.num_narrow -= np.bincount(codes[levels > 0], minlength=4)
+            for code, count in enumerate(np.bincount(codes[levels > 0], minlength=4).tolist()):
+                self.num_narrow[code] -= count
         self.occupied[combined] = False
         np.subtract.at(self.page_occupied, pages, 1)
         stays = self.page_occupied[pages] > 0
@@ -304,7 +319,7 @@ class Ledger:
         np.add.at(self.page_occupied, dst % self.page_stride, 1)
         for code, level in keys.T.tolist():  # a few groups, not pages
             slots = self.partial_slots(code, level)
-            self.partial[code, level] = slots[~self.occupied[slots]]
+            self._set_partial(code, level, slots[~self.occupied[slots]])
         left = np.unique(src % self.page_stride)
         if self.page_occupied[left].any():
             raise InvariantError("a move left its donor page half empty: donors are emptied whole or not at all")
@@ -320,7 +335,7 @@ class Ledger:
         self.page_level[pages] = target
         every = (pages[:, None] + self.slot_offsets[target]).ravel()
         self._put_partial(code, target, every[~self.occupied[every]])
-        self.level[code] = max(int(self.level[code]), target)
+        self.level[code] = max(self.level[code], target)
 
     def wider_pages(self, code: int, target: int) -> IntArray:
         """Pages of this priority whose slots are wider than ladder[target], ascending."""
@@ -328,7 +343,7 @@ class Ledger:
 
     def occupied_slots(self, pages: IntArray, level: int) -> IntArray:
         """Occupied slots of these pages, cut at `level` (or coarser: halving leaves slots where they are)."""
-        every = (pages[:, None] + self.slot_offsets[level]).ravel()
+        every: IntArray = (pages[:, None] + self.slot_offsets[level]).ravel()
         return every[self.occupied[every]]
 
     def promote(self, combined: IntArray) -> None:
@@ -349,7 +364,7 @@ class Ledger:
             slots = self.partial_slots(LOW, level)
             mine = self.page_code[slots % self.page_stride] == HIGH
             if mine.any():
-                self.partial[LOW, level] = slots[~mine]
+                self._set_partial(LOW, level, slots[~mine])
                 self._put_partial(HIGH, level, slots[mine])
 
     # ---- staging: dynamic slots, a pair of cells each ------------------------------------------------------------
@@ -392,7 +407,7 @@ class Ledger:
 
     def trim_staging(self) -> None:
         """Staging pages over the target whose pairs are all unused go back to the free list."""
-        surplus = int(self.used[DYNAMIC]) - self.staging_target(int(self.num_narrow.sum()))
+        surplus = self.used[DYNAMIC] - self.staging_target(sum(self.num_narrow))
         if surplus <= 0:
             return
         pages, counts = np.unique(self.staging_free % self.page_stride, return_counts=True)
@@ -413,9 +428,13 @@ class Ledger:
         self.host_plus_1[bare] = self._take_host(len(bare)) + 1
 
     def write_through(self, combined: IntArray) -> None:
-        """These new slots have a host copy of every layer from now on; as many as the host has room for."""
+        """These new slots have a host copy of every layer from now on, as many as leave room for halving the others.
+
+        A full-width page holds one slot, so at most used[HIGH] + used[LOW] slots still need a host page to be narrowed.
+        """
         bare = combined[self.host_plus_1[combined] == 0]
-        self.give_host_pages(bare[: len(self.host_free)])
+        self.give_host_pages(bare[: max(0, len(self.host_free) - self.used[HIGH] - self.used[LOW])])
+        self.any_backed = True
         self.backed[combined[self.host_plus_1[combined] > 0]] = True
 
     def park(self, combined: IntArray) -> IntArray:
@@ -461,19 +480,25 @@ class Ledger:
     def _free_pages(self, pages: IntArray) -> None:
         if not len(pages):
             return
-        self.used -= np.bincount(self.page_code[pages], minlength=4)
+        for code, count in enumerate(np.bincount(self.page_code[pages], minlength=4).tolist()):
+            self.used[code] -= count
         self.page_code[pages] = FREE
         self.page_level[pages] = -1
-        if self.partial:
-            for key, slots in self.partial.items():
-                self.partial[key] = slots[self.page_code[slots % self.page_stride] == key[0]]
+        for (code, level), slots in list(self.partial.items()):
+            self._set_partial(code, level, slots[self.page_code[slots % self.page_stride] == code])
         self.free_list.put(pages)
 
     def _take_partial(self, code: int, level: int, n: int) -> IntArray:
         slots = self.partial_slots(code, level)
         if n:
-            self.partial[code, level] = slots[: len(slots) - n]
+            self._set_partial(code, level, slots[: len(slots) - n])
         return slots[len(slots) - n :]
+
+    def _set_partial(self, code: int, level: int, slots: IntArray) -> None:
+        if len(slots):
+            self.partial[code, level] = slots
+        else:  # an empty pool has no entry: `at_full_width` asks only whether there are any
+            self.partial.pop((code, level), None)
 
     def _put_partial(self, code: int, level: int, slots: IntArray) -> None:
         if len(slots):
@@ -492,8 +517,8 @@ class Ledger:
         _require(bool((free[1:] == (self.page_code[1:] == FREE)).all()), "free list and page codes differ")
         _require(self.page_code[0] == FREE and not free[0], "page 0 is owned or listed")
         counted = np.bincount(self.page_code[1:], minlength=4)
-        _require(bool((counted[1:] == self.used[1:]).all()), lambda: f"used {self.used[1:]} but counted {counted[1:]}")
-        _require(int(self.used[1:].sum()) + self.num_free_pages == self.geometry.num_pages, "pages do not add up to P")
+        _require(counted[1:].tolist() == self.used[1:], lambda: f"used {self.used[1:]} but counted {counted[1:]}")
+        _require(sum(self.used[1:]) + self.num_free_pages == self.geometry.num_pages, "pages do not add up to P")
 
         is_partial = np.zeros(self.geometry.num_combined, dtype=np.int32)
         for (code, level), slots in self.partial.items():
@@ -519,7 +544,7 @@ class Ledger:
         occupied = np.flatnonzero(self.occupied)
         _require(seen == len(occupied), "an occupied id is no slot of its page")
         _require(int(is_partial.sum()) == sum(map(len, self.partial.values())), "partial pool lists strange ids")
-        _require(bool((narrow == self.num_narrow).all()), lambda: f"num_narrow {self.num_narrow} but counted {narrow}")
+        _require(narrow.tolist() == self.num_narrow, lambda: f"num_narrow {self.num_narrow} but counted {narrow}")
         self._check_host(occupied)
         self._check_staging(pages)
 

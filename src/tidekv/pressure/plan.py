@@ -84,7 +84,7 @@ class RepackPlan:
 
 def plan_repack(ledger: Ledger, code: int, max_keep_pages: int) -> RepackPlan | Refusal:
     """Halve `code` once and merge until at most `max_keep_pages` pages are used or no merge frees another page."""
-    target = int(ledger.level[code]) + 1
+    target = ledger.level[code] + 1
     if target >= len(ledger.ladder):
         return Refusal(f"{CODE_NAMES[code]} is at its minimum width {ledger.ladder[-1]}")
     pages = ledger.wider_pages(code, target)
@@ -93,12 +93,12 @@ def plan_repack(ledger: Ledger, code: int, max_keep_pages: int) -> RepackPlan | 
     if len(bare) > len(ledger.host_free):
         return Refusal(f"{len(bare)} host pages needed, {len(ledger.host_free)} of {ledger.num_host_pages} free")
     from_level = ledger.levels_of(shrink)
-    narrow = int(ledger.num_narrow.sum()) + int((from_level == 0).sum())
-    staging = max(0, ledger.staging_target(narrow) - int(ledger.used[DYNAMIC]))
-    wanted = max(int(ledger.used[code]) - max_keep_pages, staging - ledger.num_free_pages)
+    narrow = sum(ledger.num_narrow) + int((from_level == 0).sum())
+    staging = max(0, ledger.staging_target(narrow) - ledger.used[DYNAMIC])
+    wanted = max(ledger.used[code] - max_keep_pages, staging - ledger.num_free_pages)
     moves = plan_merge(ledger, code, wanted, narrowed_to=target)
     staging = min(staging, ledger.num_free_pages + len(moves.freed_pages))
-    if narrow and staging + int(ledger.used[DYNAMIC]) == 0:
+    if narrow and staging + ledger.used[DYNAMIC] == 0:
         return Refusal(f"halving {CODE_NAMES[code]} frees no page, so nothing is left to stage its layers through")
     return RepackPlan(code, target, shrink, from_level, bare, moves, staging)
 

@@ -44,7 +44,7 @@ def oldest_narrow(ledger: Ledger, code: int, max_slots: int, leave_out: IntArray
 def book_restore(ledger: Ledger, code: int, slots: IntArray) -> RestorePlan:
     """Book the widening of these slots into fresh full-width pages (the caller has checked that they are free)."""
     stamps, from_level, hosts = ledger.stamp[slots], ledger.levels_of(slots), ledger.host_pages_of(slots)
-    level, ledger.level[code] = int(ledger.level[code]), 0
+    level, ledger.level[code] = ledger.level[code], 0
     pages = ledger.allocate(code, len(slots), AllocationSplit(0, len(slots), 0))
     ledger.level[code] = level
     ledger.stamp[pages] = stamps

@@ -1,7 +1,8 @@
-"""How long a step takes on a machine that is not here. Every constant of the replay lives in this file, with its source.
+"""How long a step takes on a machine that is not here. All constants of the replay are here, each with its source.
 
     decode_s   = weight_bytes / device_rate + layers * overhead_a_layer(batch) + all_reduce + kv_bytes / device_rate
-    prefill_s  = 2 * parameters * tokens / matmul_rate + 4 * q_heads * head_dim * layers * (sum of contexts) / attention_rate
+    prefill_s  = 2 * parameters * tokens / matmul_rate
+               + 4 * q_heads * head_dim * layers * (sum of contexts) / attention_rate
     compute_s  = decode_s + max(0, prefill_s - weight_bytes / device_rate)     one packed step reads the weights once
     step_s     = max(compute_s, streamed_bytes / link_rate) + moves_s
     moves_s    = device_bytes / device_rate + (to_host_bytes + from_host_bytes) / link_rate

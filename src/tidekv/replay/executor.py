@@ -44,7 +44,7 @@ def stand_in_model(shape: ModelShape, max_context_len: int) -> LoadedModel:
 
 
 class ModelExecutor:
-    """In place of the engine's `Runner`: counts what the step would read and compute, and advances the clock by that."""
+    """In place of the engine's `Runner`: counts what a step would read and compute, advances the clock by its cost."""
 
     def __init__(self, engine: Engine, cost: CostModel, clock: VirtualClock) -> None:
         self.engine, self.cost, self.clock = engine, cost, clock

@@ -1,7 +1,7 @@
 """One trace, several policies, the same pool: drives engines step by step and keeps what the report needs.
 
-`--executor model` runs on a virtual clock, so a replay is a pure function of its arguments. `--executor real` runs a real
-model on the wall clock and waits for arrivals.
+`--executor model` runs on a virtual clock, so a replay is a pure function of its arguments. `--executor real` runs a
+real model on the wall clock and waits for arrivals.
 """
 
 from __future__ import annotations

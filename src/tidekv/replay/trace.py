@@ -14,7 +14,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class TraceRequest:
     hash_ids: tuple[int, ...] = ()
 
     def prompt_ids(self, vocab_size: int) -> list[int]:
-        """Token ids that share a prefix exactly where the trace says so. No source carries text: the ids are made up."""
+        """Made-up token ids (no source carries text) that share a prefix exactly where the trace says so."""
         ids: list[int] = []
         for block, start in enumerate(range(0, self.prompt_tokens, HASH_BLOCK_TOKENS)):
             # Without hash ids a prompt shares nothing: negative seeds are never hash ids.
@@ -62,22 +62,13 @@ def read_trace(
             raise ConfigError(f"{name} must be above 0, got {rate}")
     if duration_s is not None and not duration_s > 0:
         raise ConfigError(f"duration must be above 0 s, got {duration_s}")
-    requests = []
+    requests: list[TraceRequest] = []
     for line_number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         request = _request(f"{path}:{line_number}", len(requests), line)
         rate = high_rate if request.is_high_priority else low_rate
-        requests.append(
-            TraceRequest(
-                request.index,
-                request.arrival_s / rate,
-                request.prompt_tokens,
-                request.output_tokens,
-                request.is_high_priority,
-                request.hash_ids,
-            )
-        )
+        requests.append(replace(request, arrival_s=request.arrival_s / rate))
     requests = [r for r in requests if duration_s is None or r.arrival_s < duration_s]
     if not requests:
         raise ConfigError(f"{path}: no requests" + ("" if duration_s is None else f" in the first {duration_s:g} s"))
@@ -113,7 +104,7 @@ def _request(where: str, index: int, line: str) -> TraceRequest:
             raise ConfigError(f"{where}: field '{name}' must be an integer >= 1, got {tokens[name]}")
     priority = _field(where, row, "prio", (str,), '"high" or "low"')
     if priority not in ("high", "low"):
-        raise ConfigError(f"{where}: field 'prio' must be \"high\" or \"low\", got {priority!r}")
+        raise ConfigError(f'{where}: field \'prio\' must be "high" or "low", got {priority!r}')
     hashes = row.get("hash_ids") or []
     if not isinstance(hashes, list) or any(not isinstance(h, int) or isinstance(h, bool) or h < 0 for h in hashes):
         raise ConfigError(f"{where}: field 'hash_ids' must be a list of integers >= 0")
