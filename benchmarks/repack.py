@@ -141,16 +141,13 @@ class Pool:
         free.version += 1
         low = 2 * freed // self.page_bytes
         kept = []
-        for row, count in enumerate(np.diff(np.linspace(0, low, 65).astype(int)).tolist()):
-            self.rows.alloc(1)
-            if count == 0:
-                continue
-            found = allocator.alloc(count * size, False)
-            if found is None:
+        for pages in np.array_split(np.arange(low), min(64, low // 2)):
+            (row,) = self.rows.alloc(1) or (-1,)
+            found = allocator.alloc(len(pages) * size, False)
+            if row < 0 or found is None:
                 raise InvariantError("the pool is too small for its own low-priority pages")
-            live = int(self.rows.live_rows()[row])
-            self.rows.write((live, slice(0, count * size)), found[0])
-            kept.append(found[0])
+            self.rows.write((row, slice(0, len(pages) * size)), found[0])
+            kept.append((row, found[0]))
         filler = allocator.alloc(allocator.num_free_pages * size, True)
         if filler is None or allocator.num_free_pages:
             raise InvariantError("the filler did not fill the pool")
@@ -175,7 +172,7 @@ def whole(report: Report, sizes: SimpleNamespace, pool: Pool, freed: int, write_
         work_of_repack(plan, saved)
         booked = time.perf_counter()
         del saved, plan
-        probe = kept[0][: 2 * page_size].clone()
+        row, probe = kept[0][0], kept[0][1][: 2 * page_size]
         layers = (0, 1, pool.geometry.layer_num - 1)
         # A written-through slot's host copy is whatever the model wrote; here nobody did, so only resident layers compare.
         layers = layers[:1] if write_through else layers
@@ -200,8 +197,7 @@ def whole(report: Report, sizes: SimpleNamespace, pool: Pool, freed: int, write_
                 f"expected one halving of low priority: {allocator.num_halvings}, {allocator.refusals[-1:]}"
             )
         counters = allocator.repacker.counters
-        holder = pool.rows.req_to_token
-        moved = holder[int(pool.rows.live_rows()[0]), : 2 * page_size].to(torch.int64)
+        moved = pool.rows.req_to_token[row, : 2 * page_size]
         after = [allocator.read_kv(layer, moved) for layer in layers]
         same = all(
             torch.equal(a.view(torch.int16), b.view(torch.int16))

@@ -17,78 +17,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from tidekv.errors import ConfigError, InvariantError
 from tidekv.kernels import assign
-from tidekv.memory import contract, kv_access
+from tidekv.memory import contract
 from tidekv.memory.contract import Priorities
-from tidekv.memory.device_pool import DeviceKVPool
-from tidekv.memory.host_pool import HostKVPool
-from tidekv.memory.ledger import DYNAMIC, HIGH, LOW, NO_SLOTS, AllocationSplit, BoolArray, IntArray, Ledger
-from tidekv.memory.loc_holders import LocHolder, LocHolders
-from tidekv.memory.req_to_token import ReqToTokenPool
+from tidekv.memory.ledger import DYNAMIC, HIGH, LOW, NO_SLOTS, AllocationSplit, BoolArray, IntArray
 from tidekv.pressure import ladder, repack, restore
-from tidekv.pressure.ladder import Budgets, PressureState, Rung
+from tidekv.pressure.decision import Decision
+from tidekv.pressure.ladder import PressureState, Rung
 from tidekv.pressure.plan import Refusal, RepackPlan, plan_merge, plan_repack
+from tidekv.pressure.pool_state import PagedPoolState
 from tidekv.pressure.repack import Work
 
-INT32_MAX = 2**31 - 1
-_new_event: Callable[..., Any] = torch.cuda.Event  # torch does not type its constructor
 Indices = tuple[torch.Tensor, torch.Tensor | None]
-
-
-class Evictor(Protocol):
-    """A prefix cache that gives up unreferenced pages before anything narrows (rung 0)."""
-
-    @property
-    def evictable_pages(self) -> int: ...
-
-    def peek_evictable(self, n: int) -> IntArray:
-        """Locations (first token of each page) that `evict(n)` would drop; changes nothing."""
-
-    def evict(self, n: int) -> IntArray:
-        """Drop them and return them. The allocator frees the pages."""
-
-
-@dataclass(frozen=True)
-class AllocatorState:
-    """What `backup_state` gives and `restore_state` takes."""
-
-    ledger: Ledger
-    num_repacks: int
-    num_evicted_pages: int
-    next_stamp: int
-
-
-@dataclass
-class _Decision:
-    """A decision in the making: the demand so far, the books as they were, and the device's part, not yet run."""
-
-    touched: Callable[[], IntArray]  # slots that go on being filled: they need staging if they are narrow
-    stages_new_slots: bool  # new narrow slots get tokens in this step, so they need staging too
-    has_host_pages: bool  # new slots bring host pages along (a parked request coming back)
-    demand: dict[int, int] = field(default_factory=dict)  # priority code -> slots
-    splits: dict[int, AllocationSplit] = field(default_factory=dict)  # how `_fits` met it
-    saved: Ledger | None = None
-    works: list[Work] = field(default_factory=list)
-    num_evicted: int = 0
-    refused: set[int] = field(default_factory=set)  # codes whose halving was refused since the last progress
-
-    def follow(self, slots: IntArray) -> IntArray:
-        """The ids that these slots have after what was decided so far."""
-        for work in self.works:
-            slots = slots if work.lookup is None else work.lookup[slots]
-        return slots
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """What `_allocate_batch` found for the kernels. `order` None: one pass. `run`: the slots as one run of the free list."""
+    """What `_allocate_batch` found for the kernels. `order` None: one pass. `run`: the slots as one run of the free
+    list."""
 
     slots: IntArray  # new slots, in the order in which the kernel uses them
     run: torch.Tensor | None
@@ -97,7 +49,7 @@ class _Batch:
     touched: Callable[[], IntArray]  # the slots that go on being filled, by the ids they have now
 
 
-class DynamicPagedTokenToKVPoolAllocator:
+class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
     """SGLang's paged allocator contract, over pages that can give up layers.
 
     size, page_size, dtype, device, kvcache, need_sort   as SGLang's `PagedTokenToKVPoolAllocator`; `size` in tokens
@@ -108,70 +60,6 @@ class DynamicPagedTokenToKVPoolAllocator:
 
     Locations are int64 on the device. With everything at full width they are those of an ordinary paged pool.
     """
-
-    def __init__(
-        self,
-        size: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: str | torch.device,
-        kvcache: DeviceKVPool,
-        need_sort: bool = False,
-        *,
-        req_to_token_pool: ReqToTokenPool | None = None,
-        host_pool: HostKVPool | None = None,
-        low_max_pages: int | float | None = None,
-        high_reserved_pages: int | float | None = None,
-        dynamic_max_pages: int | float | None = None,
-        min_slot_width: int = 2,
-        write_through: bool = False,
-    ) -> None:
-        geometry = kvcache.geometry
-        for name, got, want in (
-            ("page_size", page_size, geometry.page_size),
-            ("size", size, geometry.num_pages * geometry.page_size),
-            ("dtype", dtype, geometry.dtype),
-        ):
-            if got != want:
-                raise ConfigError(f"{name} must be {want}, as in the geometry of the pool, got {got}")
-        is_int32 = req_to_token_pool is not None and req_to_token_pool.req_to_token.dtype == torch.int32
-        if is_int32 and geometry.flat_rows > INT32_MAX:
-            raise ConfigError(
-                f"encoded locations reach {geometry.flat_rows}, over int32: make req_to_token int64, or lower num_pages"
-            )
-        self.size, self.page_size, self.dtype, self.device = size, page_size, dtype, torch.device(device)
-        self.geometry, self.kvcache, self.need_sort = geometry, kvcache, need_sort
-        self.req_to_token_pool = req_to_token_pool
-        steps = geometry.ladder(min_slot_width)
-        if host_pool is None:
-            # Pinned memory is real memory: as much as the device has. On the CPU untouched memory costs nothing: room for
-            # every slot that the pool could ever hold.
-            slots = geometry.num_pages << (0 if self.device.type == "cuda" else len(steps) - 1)
-            host_pool = HostKVPool(geometry, slots * geometry.page_bytes, materialize=kvcache.has_storage)
-        self.host_pool = host_pool
-        self.write_through = write_through
-        pages = geometry.num_pages
-        usual = Budgets.defaults(pages, geometry.layer_num)
-        low = contract.budget_pages("low_max_pages", low_max_pages, usual.low_max_pages, pages)
-        staging = contract.budget_pages("dynamic_max_pages", dynamic_max_pages, usual.dynamic_max_pages, pages)
-        high = contract.budget_pages("high_reserved_pages", high_reserved_pages, max(0, pages - low - staging), pages)
-        self.budgets = Budgets(low, high, staging)
-        self.ledger = Ledger(geometry, steps, self.host_pool.num_pages, staging, need_sort)
-        self.repacker = repack.Repacker(kvcache, self.host_pool)
-        self.evictor: Evictor | None = None
-        self.loc_holders = LocHolders(req_to_token_pool, page_size)
-        self._decision: _Decision | None = None
-        self._free_group: IntArray | None = None
-        self._frees_in_flight: list[tuple[torch.Tensor, torch.cuda.Event]] = []
-        self._device_free_list: tuple[int, torch.Tensor] = (-1, torch.empty(0, dtype=torch.int64))
-        self._in_step = False
-        # Of this step: the slots that each call gave tokens to (read only if something gets narrow), with the number of
-        # lookup tables that were applied before it; and those tables.
-        self._written: list[tuple[Callable[[], IntArray], int]] = []
-        self._lookups: list[IntArray] = []
-        self.num_halvings = {HIGH: 0, LOW: 0}
-        self.num_merges = self.num_pages_freed = self.num_restores = self.num_repacks = self.num_evicted_pages = 0
-        self.refusals: list[str] = []  # why halvings were refused, newest last, at most 32
 
     # ==== allocation ============================================================================================
 
@@ -201,8 +89,8 @@ class DynamicPagedTokenToKVPoolAllocator:
     ) -> Indices | None:
         """Tokens [prefix, seq) of each request -> (out_indices [extend_num_tokens] int64, dynamic_indices), or None.
 
-        prefix_lens, seq_lens, last_loc: [bs] int64 on the device; *_cpu: the same on the host. `last_loc` is the location
-        of token prefix - 1 (-1 if there is none), read before the call. On None nothing has changed.
+        prefix_lens, seq_lens, last_loc: [bs] int64 on the device; *_cpu: the same on the host. `last_loc` is the
+        location of token prefix - 1 (-1 if there is none), read before the call. On None nothing has changed.
         """
         prefix = contract.host_lens("prefix_lens_cpu", prefix_lens_cpu)
         seq = contract.host_lens("seq_lens_cpu", seq_lens_cpu)
@@ -326,7 +214,8 @@ class DynamicPagedTokenToKVPoolAllocator:
         return mask if mask.any() else LOW
 
     def _allocate_pages(self, num_pages: int, priority_code: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`num_pages` slots, partial ones first -> (page_ids [n], slot_starts [n]) int64. Capacity must have been ensured."""
+        """`num_pages` slots, partial ones first -> (page_ids [n], slot_starts [n]) int64. Capacity must have been
+        ensured."""
         split = self.ledger.split(priority_code, num_pages, self.ledger.num_free_pages)
         if split is None:
             raise InvariantError(f"no capacity for {num_pages} pages: call ensure_capacity first")
@@ -336,7 +225,8 @@ class DynamicPagedTokenToKVPoolAllocator:
     def _allocate_slots(
         self, num_slots: int, code: int, split: AllocationSplit
     ) -> tuple[IntArray, torch.Tensor | None]:
-        """`_allocate_pages` in combined ids, on the host; and, where they are one run of the free list, its device slice."""
+        """`_allocate_pages` in combined ids, on the host; and, where they are one run of the free list, its device
+        slice."""
         ledger = self.ledger
         slots = ledger.allocate(code, num_slots, split)
         if ledger.any_narrow and not ledger.used[DYNAMIC]:
@@ -400,7 +290,8 @@ class DynamicPagedTokenToKVPoolAllocator:
     def ensure_capacity(self, pages_needed: int, priority_code: int) -> bool:
         """Make room for `pages_needed` logical pages of this priority, by pressure if need be. False: nothing changed.
 
-        Inside one allocation the demands of both groups add up, so that the second cannot take what the first was promised.
+        Inside one allocation the demands of both groups add up, so that the second cannot take what the first was
+        promised.
         """
         if priority_code not in (HIGH, LOW):
             raise ConfigError(f"priority_code must be {HIGH} (high) or {LOW} (low), got {priority_code}")
@@ -414,7 +305,7 @@ class DynamicPagedTokenToKVPoolAllocator:
                     return False
         return True
 
-    def _fits(self, decision: _Decision) -> bool:
+    def _fits(self, decision: Decision) -> bool:
         """The demand of all groups can be met from the books as they are now, staging and host pages included."""
         ledger = self.ledger
         if self._frees_in_flight and (ledger.any_narrow or sum(decision.demand.values()) > ledger.num_free_pages):
@@ -438,8 +329,9 @@ class DynamicPagedTokenToKVPoolAllocator:
             decision.splits[code] = split
         return decision.has_host_pages or opened_narrow <= len(ledger.host_free)
 
-    def _staging_pages(self, decision: _Decision, num_staged: int, opened_narrow: int) -> int:
-        """Free pages to keep back, so that the tokens of this step can be staged and at least one staging page exists."""
+    def _staging_pages(self, decision: Decision, num_staged: int, opened_narrow: int) -> int:
+        """Free pages to keep back, so that the tokens of this step can be staged and at least one staging page
+        exists."""
         ledger = self.ledger
         if not num_staged and not opened_narrow:
             return 0
@@ -467,7 +359,7 @@ class DynamicPagedTokenToKVPoolAllocator:
             decision.refused.add(action.code)
         return True
 
-    def _pressure_state(self, decision: _Decision) -> PressureState:
+    def _pressure_state(self, decision: Decision) -> PressureState:
         ledger, lowest = self.ledger, len(self.ledger.ladder) - 1
 
         def can_halve(code: int) -> bool:
@@ -484,8 +376,9 @@ class DynamicPagedTokenToKVPoolAllocator:
             budgets=self.budgets,
         )
 
-    def _mergeable_pages(self, decision: _Decision) -> dict[tuple[int, int], int]:
-        """(code, level) -> pages that a merge frees, without the partial slots that the demand itself is going to use."""
+    def _mergeable_pages(self, decision: Decision) -> dict[tuple[int, int], int]:
+        """(code, level) -> pages that a merge frees, without the partial slots that the demand itself is going to
+        use."""
         ledger = self.ledger
         return {
             (code, level): ledger.mergeable_pages(
@@ -553,7 +446,8 @@ class DynamicPagedTokenToKVPoolAllocator:
             self.num_merges += 1
 
     def _halve_slot_width(self, work: Work) -> None:
-        """A: in each page, layers 0, 2, 4, ... are compacted to 0, 1, 2, ...; the second half has become a partial slot."""
+        """A: in each page, layers 0, 2, 4, ... are compacted to 0, 1, 2, ...; the second half has become a partial
+        slot."""
         self.repacker.halve_in_page(work)
 
     def _merge_across_pages(self, work: Work) -> None:
@@ -573,12 +467,13 @@ class DynamicPagedTokenToKVPoolAllocator:
         *,
         stages_new_slots: bool = True,
         has_host_pages: bool = False,
-    ) -> Iterator[_Decision]:
-        """A transaction; an inner one joins the outer. The device's part runs when the outermost ends without a refusal."""
+    ) -> Iterator[Decision]:
+        """A transaction; an inner one joins the outer. The device's part runs when the outermost ends without a
+        refusal."""
         if self._decision is not None:
             yield self._decision
             return
-        decision = self._decision = _Decision(touched, stages_new_slots, has_host_pages)
+        decision = self._decision = Decision(touched, stages_new_slots, has_host_pages)
         try:
             yield decision
         except BaseException:
@@ -593,7 +488,7 @@ class DynamicPagedTokenToKVPoolAllocator:
         for work in decision.works:
             self._apply(work)
 
-    def _roll_back(self, decision: _Decision) -> None:
+    def _roll_back(self, decision: Decision) -> None:
         """The books are as they were before the decision; nothing of it has reached the device."""
         if decision.saved is not None:
             self.ledger = decision.saved
@@ -604,9 +499,9 @@ class DynamicPagedTokenToKVPoolAllocator:
     def restore_widths(self, max_slots: int = 64, *, start_free: float = 0.25, stop_free: float = 0.125) -> int:
         """Undo narrowing while memory is plentiful: new slots are full width again, narrowed slots widen, oldest first.
 
-        Hysteresis: nothing happens below `start_free` of P free pages, and widening stops at `stop_free`, so the next demand
-        finds at least that much before anything narrows again. High widens before low. At most `max_slots` slots a call.
-        Returns the slots widened.
+        Hysteresis: nothing happens below `start_free` of P free pages, and widening stops at `stop_free`, so the next
+        demand finds at least that much before anything narrows again. High widens before low. At most `max_slots`
+        slots a call. Returns the slots widened.
         """
         if not 0.0 <= stop_free <= start_free <= 1.0:
             raise ConfigError(f"need 0 <= stop_free <= start_free <= 1, got {stop_free} and {start_free}")
@@ -651,7 +546,8 @@ class DynamicPagedTokenToKVPoolAllocator:
                     break
 
     def park(self, locs: torch.Tensor) -> IntArray | None:
-        """The slots of these locations leave the device whole (width 0). Returns their host pages, in the order of `locs`.
+        """The slots of these locations leave the device whole (width 0). Returns their host pages, in the order of
+        `locs`.
 
         The caller forgets the locations and keeps the host pages for `unpark` or `drop_parked`. None, with nothing
         changed, if the host pool is too full.
@@ -668,7 +564,8 @@ class DynamicPagedTokenToKVPoolAllocator:
         return hosts
 
     def unpark(self, host_pages: IntArray, is_high_priority: bool) -> torch.Tensor | None:
-        """Parked pages come back at the current width of their class: locs [n * page_size], or None: nothing changed."""
+        """Parked pages come back at the current width of their class: locs [n * page_size], or None: nothing
+        changed."""
         contract.check_parked(self.ledger, host_pages)
         code, n = (HIGH if is_high_priority else LOW), len(host_pages)
         with self._deciding(stages_new_slots=False, has_host_pages=True) as decision:
@@ -680,15 +577,6 @@ class DynamicPagedTokenToKVPoolAllocator:
         self._apply(work)
         offsets = torch.arange(self.page_size, device=self.device)
         return (self._slots_on_device(slots, None)[:, None] * self.page_size + offsets).reshape(-1)
-
-    def drop_parked(self, host_pages: IntArray) -> None:
-        """A parked request is gone (aborted, or dropped to be recomputed)."""
-        contract.check_parked(self.ledger, host_pages)
-        self.ledger.drop_parked(host_pages)
-
-    def promote(self, locs: torch.Tensor) -> None:
-        """Pages of these locations count as high from now on: a page shared with a high request is a high page."""
-        self.ledger.promote(locs.cpu().numpy().astype(np.int64) // self.page_size)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -705,105 +593,7 @@ class DynamicPagedTokenToKVPoolAllocator:
             self._written, self._lookups = [], []
             self.ledger.end_step()
 
-    # ==== freeing ===============================================================================================
-
-    def free(self, free_index: torch.Tensor) -> None:
-        """Free the slots that these locations lie in: any subset of a slot's tokens frees the slot, as in SGLang.
-
-        `DoubleFreeError`, with nothing changed, for what is not handed out. On CUDA the locations are read back behind the
-        queued work without waiting for it; a bad free is then reported by the next call that needs the freed pages.
-        """
-        contract.check_locs("free_index", free_index)
-        if free_index.numel() == 0:
-            return
-        if self.device.type == "cuda" and self._free_group is None:
-            self._free_later(free_index)
-            return
-        locs = free_index.cpu().numpy().astype(np.int64, copy=False).reshape(-1)
-        slots = contract.slots_to_free(self.ledger, locs, self._collected_frees())
-        if self._free_group is None:
-            self.ledger.release(slots)
-        else:
-            self._free_group = np.concatenate([self._free_group, slots])
-
-    def free_group_begin(self) -> None:
-        """Frees until `free_group_end` are collected and done at once. They are checked at once all the same."""
-        self._collect_freed()
-        if self._free_group is None:  # a second begin goes on collecting: nothing collected is lost
-            self._free_group = NO_SLOTS
-
-    def free_group_end(self) -> None:
-        """Do the collected frees."""
-        group, self._free_group = self._free_group, None
-        if group is not None:
-            self.ledger.release(group)
-
-    def _collected_frees(self) -> IntArray:
-        return NO_SLOTS if self._free_group is None else self._free_group
-
-    def _free_later(self, locs: torch.Tensor) -> None:
-        """Read the locations back behind the queued work: no wait here, the event is waited for when pages run short."""
-        copy = torch.empty(locs.numel(), dtype=torch.int64, pin_memory=True)
-        copy.copy_(locs.reshape(-1), non_blocking=True)
-        event = _new_event()
-        event.record()
-        self._frees_in_flight.append((copy, event))
-
-    def _collect_freed(self) -> None:
-        """Book the frees whose locations are still on their way. Called at points fixed by counts, never by a query."""
-        while self._frees_in_flight:
-            locs, event = self._frees_in_flight.pop(0)
-            event.synchronize()
-            self.ledger.release(contract.slots_to_free(self.ledger, locs.numpy(), NO_SLOTS))
-
-    def clear(self) -> None:
-        """Everything is free and full width again; all locations handed out before are void."""
-        self._frees_in_flight, self._free_group = [], None
-        version = self.ledger.free_list.version
-        self.ledger.clear()
-        self.ledger.free_list.version = version + 1
-
-    # ==== counts, state, holders, KV ==============================================================================
-
-    @property
-    def high_used(self) -> int:
-        """Pages of high priority."""
-        self._collect_freed()
-        return self.ledger.used[HIGH]
-
-    @property
-    def low_used(self) -> int:
-        """Pages of low priority."""
-        self._collect_freed()
-        return self.ledger.used[LOW]
-
-    @property
-    def dynamic_used(self) -> int:
-        """Staging pages; 0 while nothing is narrow."""
-        self._collect_freed()
-        return self.ledger.used[DYNAMIC]
-
-    @property
-    def num_free_pages(self) -> int:
-        """Pages that nobody owns, those waiting to be sorted in included."""
-        self._collect_freed()
-        return self.ledger.num_free_pages
-
-    @property
-    def high_current_slot_width(self) -> int:
-        """Width at which new slots of high priority are opened."""
-        return self.ledger.ladder[self.ledger.level[HIGH]]
-
-    @property
-    def low_current_slot_width(self) -> int:
-        """Width at which new slots of low priority are opened."""
-        return self.ledger.ladder[self.ledger.level[LOW]]
-
-    @property
-    def free_pages(self) -> torch.Tensor:
-        """Free page ids on the device, next first; those waiting to be sorted in come last."""
-        self._collect_freed()
-        return torch.from_numpy(self.ledger.free_list.all_pages()).to(self.device)
+    # ==== counts ===============================================================================================
 
     def available_size(self, is_high_priority: bool | None = None) -> int:
         """Tokens that `alloc` would give this class now, without any pressure (whole pages)."""
@@ -812,56 +602,9 @@ class DynamicPagedTokenToKVPoolAllocator:
         most = (ledger.num_free_pages << ledger.level[code]) + ledger.num_partial(code)
         if not ledger.any_narrow and not ledger.level[code]:
             return most * self.page_size
-        trial = _Decision(lambda: NO_SLOTS, stages_new_slots=True, has_host_pages=False)
+        trial = Decision(lambda: NO_SLOTS, stages_new_slots=True, has_host_pages=False)
         low, high = 0, most + 1  # fits(low), not fits(high)
         while high - low > 1:
             trial.demand = {code: (low + high) // 2}
             low, high = (trial.demand[code], high) if self._fits(trial) else (low, trial.demand[code])
         return low * self.page_size
-
-    def backup_state(self) -> AllocatorState:
-        """A snapshot for `restore_state`, to take back speculative allocations."""
-        self._collect_freed()
-        return AllocatorState(self.ledger.clone(), self.num_repacks, self.num_evicted_pages, self.ledger.next_stamp)
-
-    def restore_state(self, state: AllocatorState) -> None:
-        """Undo the allocations (and frees) since `backup_state`.
-
-        If slots were repacked in between, KV has moved and stays where it is; prefixes evicted in between are gone from
-        their cache. Then the slots allocated since are freed, and frees done since stay done.
-        """
-        self._collect_freed()
-        if (state.num_repacks, state.num_evicted_pages) == (self.num_repacks, self.num_evicted_pages):
-            version = self.ledger.free_list.version
-            self.ledger = state.ledger.clone()
-            self.ledger.free_list.version = version + 1  # the device's mirror may be of another order
-        else:
-            since = np.flatnonzero(self.ledger.occupied & (self.ledger.stamp >= state.next_stamp))
-            self.ledger.release(since)
-
-    def register_loc_holder(self, holder: LocHolder) -> Callable[[], None]:
-        """Tensors of locations (or a callable that gives them) to rewrite in place at every repack. Returns the way out."""
-        return self.loc_holders.register(holder)
-
-    def write_kv(self, layer: int, locs: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """K and V [T, heads, dim] of any layer of live tokens, wherever the layer lives. Slow; for tests and tools."""
-        kv_access.write_kv(self.ledger, self.kvcache, self.host_pool, layer, locs.cpu().numpy().astype(np.int64), k, v)
-
-    def read_kv(self, layer: int, locs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(k, v) [T, heads, dim] of any layer of live tokens, wherever the layer lives. Slow; for tests and tools."""
-        return kv_access.read_kv(self.ledger, self.kvcache, self.host_pool, layer, locs.cpu().numpy().astype(np.int64))
-
-    def check(self) -> None:
-        """Recount everything from scratch; `InvariantError` for the first thing that does not add up."""
-        self._collect_freed()
-        self.ledger.check()
-        in_rows, elsewhere = self.loc_holders.live_slots()
-        elsewhere = elsewhere[elsewhere > 0]  # 0 is the sink, a negative location is "none"
-        for name, slots in (("a live row", in_rows), ("a registered holder", elsewhere)):
-            dead = slots[~self.ledger.is_slot(slots)]
-            if len(dead):
-                raise InvariantError(f"{name} names slot {int(dead[0])}, which is not occupied")
-        slots, counts = np.unique(in_rows, return_counts=True)
-        stray = slots[(counts > 1) & ~np.isin(slots, elsewhere)]
-        if len(stray):
-            raise InvariantError(f"slot {int(stray[0])} belongs to two requests and the prefix cache does not share it")

@@ -1,7 +1,8 @@
 """The shape of the cache and its arithmetic: encoding, width ladder, resident layers, bytes. Holds no memory.
 
 A page has one *cell* per layer. A *slot* is a run of cells of one page that holds one logical page of tokens; its first
-cell is `slot_start` (1-based) and its `slot_width` is the number of its cells, which is the number of its resident layers.
+cell is `slot_start` (1-based) and its `slot_width` is the number of its cells, which is the number of its resident
+layers.
 
     combined = page + (slot_start - 1) * (P + 1)          one id per slot, also the flat page of its first cell
     loc      = combined * page_size + offset              what `req_to_token` holds; also the flat row of its first cell
@@ -53,10 +54,12 @@ class KVGeometry:
                 raise ConfigError(f"{name} must be an integer >= {least}, got {value!r}")
         if not isinstance(self.dtype, torch.dtype):
             raise ConfigError(f"dtype must be a torch.dtype, got {self.dtype!r}")
-        # Rows times heads times head_dim is the largest element offset a kernel forms; it must fit the int64 that we use.
+        # Rows times heads times head_dim is the largest element offset a kernel forms; it must fit the int64 that we
+        # use.
         if self.flat_rows * self.num_kv_heads * self.head_dim > INT64_MAX:
             raise ConfigError(
-                f"{self.flat_rows} flat rows of {self.num_kv_heads} x {self.head_dim} elements exceed int64; lower num_pages"
+                f"{self.flat_rows} flat rows of {self.num_kv_heads} x {self.head_dim} elements exceed int64; "
+                "lower num_pages"
             )
 
     # ---- encoding ----------------------------------------------------------------------------------------------
@@ -78,7 +81,8 @@ class KVGeometry:
 
     @property
     def flat_rows(self) -> int:
-        """Rows of the flat K (or V) tensor: L * (P + 1) * page_size. Passes 2**31 on real machines (80 layers * 1M pages * 64 tokens)."""
+        """Rows of the flat K (or V) tensor: L * (P + 1) * page_size. Passes 2**31 on real machines (80 layers * 1M
+        pages * 64 tokens)."""
         return self.num_combined * self.page_size
 
     def encode(self, page: Ids, slot_start: Ids | int, offset: Ids | int) -> Ids:
@@ -121,8 +125,8 @@ class KVGeometry:
     def slot_starts(self, width: int) -> tuple[int, ...]:
         """1-based first cells of the slots of a page of this width, in order; 2**level of them.
 
-        A slot of width W splits into [s, s + W//2) and [s + W//2, ...); with odd W the last cell stays unused. So L = 30
-        gives 1, 16 at width 15 and 1, 8, 16, 23 at width 7, and halving a slot never changes its location.
+        A slot of width W splits into [s, s + W//2) and [s + W//2, ...); with odd W the last cell stays unused. So L =
+        30 gives 1, 16 at width 15 and 1, 8, 16, 23 at width 7, and halving a slot never changes its location.
         """
         starts, w = [1], self.layer_num
         for _ in range(self.level_of_width(width)):

@@ -1,7 +1,8 @@
 """Decode steps at full width, captured once a shape and replayed: one launch instead of a thousand. CUDA only.
 
-A step is replayed when every request decodes one token, nothing in the batch is narrow and nothing is written through to
-the host. Everything else runs launch by launch, and the first time that happens for a decode step the reason is logged.
+A step is replayed when every request decodes one token, nothing in the batch is narrow and nothing is written through
+to the host. Everything else runs launch by launch, and the first time that happens for a decode step the reason is
+logged.
 """
 
 from __future__ import annotations

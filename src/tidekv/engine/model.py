@@ -163,8 +163,8 @@ def load_model(model: str, device: str | torch.device, dtype: torch.dtype) -> Lo
 def _column_major_weights(net: torch.nn.Module) -> None:
     """Stores the weights of linear layers transposed in memory; shapes and results stay as they are.
 
-    A decode step multiplies 2 to 48 rows, and there MKL in fp32 takes half the time on this layout (2 cores, [1536, 576]:
-    12 rows 0.83 -> 0.37 ms, 24 rows 2.3 -> 1.2 ms); at 256 rows and more the two are within 15 %.
+    A decode step multiplies 2 to 48 rows, and there MKL in fp32 takes half the time on this layout (2 cores, [1536,
+    576]: 12 rows 0.83 -> 0.37 ms, 24 rows 2.3 -> 1.2 ms); at 256 rows and more the two are within 15 %.
     """
     for module in net.modules():
         if isinstance(module, torch.nn.Linear):

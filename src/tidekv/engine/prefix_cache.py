@@ -213,8 +213,9 @@ class PrefixCache:
     def take_back(self, node_ids: Int64Array) -> Int64Array:
         """Undo the insertion of `node_ids[num_shared(node_ids):]`, and the caller's lock on them.
 
-        node_ids: a path from the root that the caller has locked; the lock then ends at the last shared node. Cached pages
-        below, which nobody references, go too. Returns the locs of the pages below, int64; the caller owns all of them now.
+        node_ids: a path from the root that the caller has locked; the lock then ends at the last shared node. Cached
+        pages below, which nobody references, go too. Returns the locs of the pages below, int64; the caller owns all
+        of them now.
         """
         mine = node_ids[self.num_shared(node_ids) :]
         if not len(mine):

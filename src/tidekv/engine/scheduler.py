@@ -193,7 +193,8 @@ class Scheduler:
         slots = (pages - max(1, ledger.dynamic_max_pages)) * slots_a_page
         if self.memory.prefix_cache is not None:
             # A page has one priority. If both hold pages (a shared prefix does that to a single request too), the last
-            # page of each may be partly empty: ceil(h / s) + ceil(l / s) pages hold at least h + l = s * pages - (s - 1).
+            # page of each may be partly empty: ceil(h / s) + ceil(l / s) pages hold at least h + l = s * pages - (s -
+            # 1).
             slots -= slots_a_page - 1
         return max(pages, min(slots, ledger.num_host_pages)) * self.memory.page_size
 
@@ -205,8 +206,8 @@ class Scheduler:
     def _make_room(self) -> Request:
         """The lowest, newest running request gives up its memory, in the way of the policy. Returns it.
 
-        If only one is running there is nobody to take from but those on the host; and if there are none, it begins anew on
-        a clean pool, where all that was admitted fits.
+        If only one is running there is nobody to take from but those on the host; and if there are none, it begins
+        anew on a clean pool, where all that was admitted fits.
         """
         victim = by_rank(self.running)[-1]
         if len(self.running) == 1 and self.parked:

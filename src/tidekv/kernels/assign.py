@@ -156,7 +156,7 @@ def alloc_extend(
         return alloc_extend_ref(prefix_lens, seq_lens, last_loc, new_slots, num_tokens, page_size, order)
     if checked:
         return _launch_extend(prefix_lens, seq_lens, last_loc, new_slots, num_tokens, page_size, order)
-    bs = _check_batch(last_loc, new_slots, page_size, order, prefix_lens=prefix_lens, seq_lens=seq_lens)
+    _check_batch(last_loc, new_slots, page_size, order, prefix_lens=prefix_lens, seq_lens=seq_lens)
     require(num_tokens >= 0, lambda: f"num_tokens must not be negative, got {num_tokens}")
     operands = {
         "prefix_lens": prefix_lens,

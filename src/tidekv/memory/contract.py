@@ -89,7 +89,8 @@ def check_parked(ledger: Ledger, host_pages: IntArray) -> None:
 
 
 def slots_to_free(ledger: Ledger, locs: IntArray, already: IntArray) -> IntArray:
-    """The slots that these locations free, each once. `DoubleFreeError` for what is not handed out, or is in `already`."""
+    """The slots that these locations free, each once. `DoubleFreeError` for what is not handed out, or is in
+    `already`."""
     page_size = ledger.geometry.page_size
     if len(np.unique(locs)) != len(locs):
         values, counts = np.unique(locs, return_counts=True)

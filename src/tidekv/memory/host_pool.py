@@ -13,8 +13,8 @@ class HostKVPool:
 
     A host page has room for **all** L layers of one logical page, whatever the slot's width. That costs host memory and
     buys three guarantees: halving a narrowed slot again, and parking it whole, never need more host room, and one host
-    page id serves every layer. Host flat page of (layer, host_page) = layer * num_pages + host_page, so one layer of many
-    host pages with neighbouring ids is one contiguous run, which is what a copy engine likes.
+    page id serves every layer. Host flat page of (layer, host_page) = layer * num_pages + host_page, so one layer of
+    many host pages with neighbouring ids is one contiguous run, which is what a copy engine likes.
 
     capacity_bytes   rounded down to whole host pages; 0 gives a pool that refuses everything, so nothing ever narrows
     pin              None: pinned if and only if CUDA is there
@@ -38,9 +38,9 @@ class HostKVPool:
             self.k_flat = torch.empty(shape, dtype=geometry.dtype, device=device, pin_memory=self.pinned and rows > 0)
             self.v_flat = torch.empty(shape, dtype=geometry.dtype, device=device, pin_memory=self.pinned and rows > 0)
         except RuntimeError as error:
-            kind = "pinned host memory" if self.pinned else "host memory"
+            kind, size_gib = "pinned" if self.pinned else "pageable", self.num_pages * geometry.page_bytes / 2**30
             raise ConfigError(
-                f"{self.num_pages * geometry.page_bytes / 2**30:.2f} GiB of {kind} could not be had; lower capacity_bytes"
+                f"{size_gib:.2f} GiB of {kind} host memory could not be had; lower capacity_bytes"
             ) from error
 
     def flat_pages(self, layer: int, host_pages: torch.Tensor) -> torch.Tensor:

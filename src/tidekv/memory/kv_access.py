@@ -12,7 +12,8 @@ from tidekv.memory.ledger import BoolArray, IntArray, Ledger
 
 
 def locate(ledger: Ledger, layer: int, locs: IntArray) -> tuple[BoolArray, IntArray, IntArray]:
-    """(resident [T] bool, device rows [T] (valid where resident), host rows [T] (-1 without a host copy of this layer))."""
+    """(resident [T] bool, device rows [T] (valid where resident), host rows [T] (-1 without a host copy of this
+    layer))."""
     geometry = ledger.geometry
     if not 0 <= layer < geometry.layer_num:
         raise ConfigError(f"layer must lie in 0..{geometry.layer_num - 1}, got {layer}")
@@ -31,7 +32,8 @@ def locate(ledger: Ledger, layer: int, locs: IntArray) -> tuple[BoolArray, IntAr
 def write_kv(
     ledger: Ledger, device: DeviceKVPool, host: HostKVPool, layer: int, locs: IntArray, k: torch.Tensor, v: torch.Tensor
 ) -> None:
-    """K and V [T, heads, dim] of `layer` into every place that holds it: the device, the host, or both (write-through)."""
+    """K and V [T, heads, dim] of `layer` into every place that holds it: the device, the host, or both
+    (write-through)."""
     expected = (len(locs), device.geometry.num_kv_heads, device.geometry.head_dim)
     for name, tensor in (("k", k), ("v", v)):
         if tuple(tensor.shape) != expected or tensor.dtype != device.geometry.dtype:

@@ -1,7 +1,8 @@
 """Who owns which page, slot, staging cell and host page. Holds no KV and no device memory.
 
-Everything is numpy on the host: the allocator decides here, without asking the device, and then moves data by index lists.
-Arrays indexed by *combined* id (page + (slot_start - 1) * (P + 1)) describe slots; arrays indexed by page describe pages.
+Everything is numpy on the host: the allocator decides here, without asking the device, and then moves data by index
+lists. Arrays indexed by *combined* id (page + (slot_start - 1) * (P + 1)) describe slots; arrays indexed by page
+describe pages.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class AllocationSplit:
 
 
 class Ledger:
-    """The books. Methods either decide nothing (`occupy`, `release`, `move` ...) or only count; `check` recounts all."""
+    """The books. Methods either decide nothing (`occupy`, `release`, `move` ...) or only count; `check` recounts
+    all."""
 
     def __init__(
         self,
@@ -193,8 +195,8 @@ class Ledger:
         return -(-max(0, num_slots - len(self.staging_free)) // len(self.pair_offsets))
 
     def mergeable_pages(self, code: int, level: int, keep_slots: int = 0) -> int:
-        """Pages of this group that a merge can free while `keep_slots` partial slots stay. Slots of a group are alike, so
-        the optimum is a quotient."""
+        """Pages of this group that a merge can free while `keep_slots` partial slots stay. Slots of a group are
+        alike, so the optimum is a quotient."""
         return max(0, len(self.partial_slots(code, level)) - keep_slots) >> level
 
     def split(self, code: int, num_slots: int, free_pages: int) -> AllocationSplit | None:
@@ -220,7 +222,8 @@ class Ledger:
     # ---- slots -------------------------------------------------------------------------------------------------
 
     def occupy(self, code: int, split: AllocationSplit) -> IntArray:
-        """Hand out the slots of a split, in its order; narrow ones get a host page. The caller has checked the counts."""
+        """Hand out the slots of a split, in its order; narrow ones get a host page. The caller has checked the
+        counts."""
         level = self.level[code]
         parts = [self._take_partial(code, level, split.current_slots)]
         if split.fresh_pages:
@@ -304,7 +307,8 @@ class Ledger:
             self.trim_staging()
 
     def move(self, src: IntArray, dst: IntArray) -> None:
-        """Slots move to free slots of the same priority and width. Every page they leave must be left empty: it is freed."""
+        """Slots move to free slots of the same priority and width. Every page they leave must be left empty: it is
+        freed."""
         if not len(src):
             return
         keys = np.unique(np.stack([self.page_code[dst % self.page_stride], self.levels_of(dst)]), axis=1)
@@ -380,7 +384,8 @@ class Ledger:
             self.staging_free = np.concatenate([self.staging_free, (pages[:, None] + self.pair_offsets).ravel()])
 
     def assign_dynamic(self, combined: IntArray) -> bool:
-        """Each of these narrowed slots owns a dynamic slot until `end_step`; staging grows from free pages if it must."""
+        """Each of these narrowed slots owns a dynamic slot until `end_step`; staging grows from free pages if it
+        must."""
         new = combined[self.dynamic_of[combined] == 0]
         grow = self.staging_pages_for(len(new))
         if grow > self.num_free_pages:

@@ -12,8 +12,8 @@ from tidekv.kernels import remap
 from tidekv.memory.ledger import IntArray
 from tidekv.memory.req_to_token import ReqToTokenPool
 
-# Tensors (any device, int32 or int64, any shape) that a repack rewrites in place; 0, the sink, stays 0. A callable is asked
-# for its tensors at every repack, for holders whose tensors come and go.
+# Tensors (any device, int32 or int64, any shape) that a repack rewrites in place; 0, the sink, stays 0. A callable is
+# asked for its tensors at every repack, for holders whose tensors come and go.
 LocHolder = torch.Tensor | Callable[[], Sequence[torch.Tensor]]
 
 

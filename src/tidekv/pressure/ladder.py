@@ -45,7 +45,8 @@ class Budgets:
 
 @dataclass(frozen=True)
 class PressureState:
-    """All that the choice depends on. `*_can_halve` is False at minimum width and where halving was refused just now."""
+    """All that the choice depends on. `*_can_halve` is False at minimum width and where halving was refused just
+    now."""
 
     evictable_pages: int
     mergeable_pages: int

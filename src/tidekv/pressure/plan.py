@@ -33,7 +33,12 @@ class Moves:
     def concat(parts: list[Moves]) -> Moves:
         if not parts:
             return Moves(NO_SLOTS, NO_SLOTS, np.empty(0, dtype=np.int8), NO_SLOTS)
-        return Moves(*(np.concatenate(column) for column in zip(*((m.src, m.dst, m.width_level, m.freed_pages) for m in parts), strict=True)))  # fmt: skip
+        return Moves(
+            np.concatenate([part.src for part in parts]),
+            np.concatenate([part.dst for part in parts]),
+            np.concatenate([part.width_level for part in parts]),
+            np.concatenate([part.freed_pages for part in parts]),
+        )
 
 
 @dataclass(frozen=True)
@@ -108,9 +113,9 @@ def plan_merge(
 ) -> Moves:
     """Moves that free up to `max_freed` pages of this priority, as if its pages were already cut to `narrowed_to`.
 
-    Slots of one width are alike, so a group of n pages with s slots each that holds k occupied slots can give up exactly
-    n - ceil(k / s) pages. The emptiest pages are donors (fewest moves); the fullest of the others are filled first.
-    Donors are emptied whole, over as many receivers as it takes.
+    Slots of one width are alike, so a group of n pages with s slots each that holds k occupied slots can give up
+    exactly n - ceil(k / s) pages. The emptiest pages are donors (fewest moves); the fullest of the others are filled
+    first. Donors are emptied whole, over as many receivers as it takes.
     """
     pages = np.flatnonzero(ledger.page_code == code)
     levels = np.maximum(ledger.page_level[pages], narrowed_to)

@@ -1,8 +1,8 @@
 """Apply: what a plan means for K and V, as lists of flat pages and a fixed number of launches. Decides nothing.
 
-Order of one repack:  back up (device -> host)  ->  A in-page halving  ->  B cross-page merge  ->  C remap (by the allocator).
-Slots that both halve and move skip A: B reads their old layout with a stride and writes the new one, so their bytes move
-once. B runs after A, because the receiving cells are those that A has just compacted away.
+Order of one repack:  back up (device -> host)  ->  A in-page halving  ->  B cross-page merge  ->  C remap (by the
+allocator). Slots that both halve and move skip A: B reads their old layout with a stride and writes the new one, so
+their bytes move once. B runs after A, because the receiving cells are those that A has just compacted away.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class MoveCounters:
 def leaving_cells(
     ledger: Ledger, slots: IntArray, from_level: IntArray, to_level: int | None, host_pages: IntArray
 ) -> CellCopies:
-    """Cells of the layers that `slots` lose: device flat page -> host flat page, layer-major so that host runs are long.
+    """Cells of the layers that `slots` lose: device flat page -> host flat page, layer-major so that host runs are
+    long.
 
     `to_level` None: all resident layers leave (parking).
     """

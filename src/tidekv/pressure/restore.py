@@ -32,7 +32,8 @@ class RestorePlan:
 
 
 def oldest_narrow(ledger: Ledger, code: int, max_slots: int, leave_out: IntArray = NO_SLOTS) -> IntArray:
-    """Up to `max_slots` narrowed slots of this priority to widen, oldest first, but those left out: [n] combined ids."""
+    """Up to `max_slots` narrowed slots of this priority to widen, oldest first, but those left out: [n] combined
+    ids."""
     pages = np.flatnonzero((ledger.page_code == code) & (ledger.page_level > 0))
     slots = [ledger.occupied_slots(pages[ledger.page_level[pages] == v], v) for v in range(1, len(ledger.ladder))]
     narrow = np.concatenate([NO_SLOTS, *slots])
