@@ -39,6 +39,8 @@ lint: $(STAMP) ## ruff and mypy
 # Two runs: TRITON_INTERPRET is read when triton is imported, so the kernels need a process of their own.
 test: lint ## lint, then every test that needs no GPU
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+	$(BIN)/python -m doctest docs/layout.md
+	$(BIN)/python -m benchmarks.lifecycle --check
 	$(BIN)/python -m pytest tests --ignore=tests/kernels
 
 soak: $(STAMP) ## random load with invariant checks for SECONDS (default 600)

@@ -27,7 +27,7 @@ from tidekv.kernels import assign
 from tidekv.memory import contract
 from tidekv.memory.contract import Priorities
 from tidekv.memory.ledger import DYNAMIC, HIGH, LOW, NO_SLOTS, AllocationSplit, BoolArray, IntArray
-from tidekv.pressure import ladder, repack, restore
+from tidekv.pressure import chosen, ladder, repack, restore
 from tidekv.pressure.decision import Decision
 from tidekv.pressure.ladder import PressureState, Rung
 from tidekv.pressure.plan import Refusal, RepackPlan, plan_merge, plan_repack
@@ -529,6 +529,41 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
         self.ledger.trim_staging()
         self.num_restores += widened > 0
         return widened
+
+    def narrow_slots(self, slots: IntArray, width: int) -> int:
+        """Cut these full-width slots ([n] combined ids) to `width`, and merge. Returns how many; 0: nothing changed.
+
+        For a scheduler that knows which requests are paused; the ladder halves a whole class.
+        """
+        self._collect_freed()
+        slots = slots[self.ledger.levels_of(slots) == 0]
+        works = chosen.book_narrowing(self.ledger, slots, self.ledger.ladder.index(width))
+        if isinstance(works, Refusal):
+            self.refusals = [*self.refusals[-31:], works.reason]
+            return 0
+        for work in works:
+            self._apply(work)
+        return len(slots)
+
+    def widen_slots(self, slots: IntArray) -> int:
+        """Widen as many of these slots ([n] combined ids), the first ones first, as pages can be had without pressure.
+
+        Cached prefixes that nobody references are evicted for it. Returns how many.
+        """
+        self._collect_freed()
+        narrow = self.ledger.levels_of(slots) > 0
+        if not narrow.any():
+            return 0
+        slots = slots[narrow]
+        if len(slots) > self.ledger.num_free_pages:
+            with self._deciding() as decision:
+                self._gather_pages(len(slots))
+                slots = decision.follow(slots)
+        slots = slots[: self.ledger.num_free_pages]
+        for work in chosen.book_widening(self.ledger, slots):
+            self._apply(work)
+        self.ledger.trim_staging()
+        return len(slots)
 
     def _evictable_slots(self) -> IntArray:
         """Slots of cached pages that nobody references."""

@@ -341,6 +341,12 @@ class Ledger:
         self._put_partial(code, target, every[~self.occupied[every]])
         self.level[code] = max(self.level[code], target)
 
+    def narrow_chosen(self, code: int, pages: IntArray, target: int) -> None:
+        """These full-width pages are cut to ladder[target]; the width of new slots stays as it is."""
+        self.num_narrow[code] += len(pages)
+        self.page_level[pages] = target
+        self._put_partial(code, target, (pages[:, None] + self.slot_offsets[target][1:]).ravel())
+
     def wider_pages(self, code: int, target: int) -> IntArray:
         """Pages of this priority whose slots are wider than ladder[target], ascending."""
         return np.flatnonzero((self.page_code == code) & (self.page_level < target))

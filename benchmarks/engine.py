@@ -1,0 +1,288 @@
+"""The embedded engine with random weights in Llama-3.1-8B shape: tokens a second, the floor, and where a decode step goes.
+
+    python -m benchmarks.engine --out DIR
+
+1,024 tokens in, 128 out, ample memory, pages of 64, greedy, as the figures of SGLang that it is held against.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.report import Report, arguments
+from benchmarks.timing import copy_gbps, device, on_gpu, synchronize
+from tidekv import Engine, EngineConfig
+from tidekv.engine.model import load_model
+from tidekv.engine.request import RequestState
+from tidekv.engine.sampling import SamplingParams
+
+
+def prompts(rng: random.Random, count: int, length: int, vocab: int) -> list[list[int]]:
+    return [[rng.randrange(vocab // 128, vocab - vocab // 16) for _ in range(length)] for _ in range(count)]
+
+
+def make_engine(sizes: SimpleNamespace, loaded: Any) -> Engine:
+    """Ample: nothing ever narrows. A small host pool, since its memory is pinned at the start."""
+    config = EngineConfig(
+        model=sizes.model, device=device(), dtype=sizes.dtype, kv_memory=sizes.kv_memory, host_memory=sizes.host_memory,
+        page_size=sizes.page_size, prefill_chunk=sizes.prefill_chunk, max_running=max(sizes.batches),
+        max_context_len=sizes.tokens_in + sizes.tokens_out + sizes.page_size,
+    )  # fmt: skip
+    return Engine(config, loaded)
+
+
+class Timeline:
+    """Wall time of each step, and whether it was a decode of the whole batch."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.last = time.perf_counter()
+        self.decode_ms: list[float] = []
+        self.prefill_s = 0.0
+        self.steps = 0
+        self._was_decoding = False
+
+    def __call__(self, engine: Engine) -> None:
+        now = time.perf_counter()
+        spent, self.last = now - self.last, now
+        running = [r for r in engine.scheduler.running if r.state is RequestState.DECODE]
+        self.steps += 1
+        if self._was_decoding:
+            self.decode_ms.append(spent * 1e3)
+        else:
+            self.prefill_s += spent
+        self._was_decoding = len(running) == self.batch
+
+
+def floor(report: Report, engine: Engine, sizes: SimpleNamespace) -> dict[int, float]:
+    """Milliseconds that reading the weights and the KV of a step takes at the measured copy rate."""
+    copy_rate = report.data["ceilings"]["device_copy_gbps"]
+    net = engine.model.model
+    weights = sum(p.numel() * p.element_size() for p in net.parameters())
+    embedding = net.get_input_embeddings().weight
+    weights -= embedding.numel() * embedding.element_size()  # a step reads one row a token of it
+    token = engine.geometry.token_bytes_per_layer * engine.geometry.layer_num
+    out = {}
+    for batch in sizes.batches:
+        kv = batch * (sizes.tokens_in + sizes.tokens_out / 2) * token
+        out[batch] = (weights + kv) / copy_rate / 1e6
+    report.row("bytes of a step", weights_gb=round(weights / 1e9, 2), kv_kib_a_token=token // 1024,
+               **{f"floor_ms at {batch}": round(ms, 3) for batch, ms in out.items()})  # fmt: skip
+    return out
+
+
+def throughput(report: Report, engine: Engine, sizes: SimpleNamespace, batch: int, floors: dict[int, float]) -> None:
+    rng = random.Random(batch)
+    vocab = int(engine.model.config.vocab_size)
+    sampling = SamplingParams(max_new_tokens=sizes.tokens_out + 1, ignore_eos=True)
+    warm = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    engine.generate(prompts(rng, batch, sizes.tokens_in, vocab), warm)
+    for repeat in range(sizes.repeats):
+        given = prompts(rng, batch, sizes.tokens_in, vocab)
+        synchronize()
+        timeline = Timeline(batch)
+        begin = time.perf_counter()
+        outputs = engine.generate(given, sampling, on_step=timeline)
+        wall = time.perf_counter() - begin
+        if any(len(o.token_ids) != sizes.tokens_out + 1 for o in outputs):
+            raise RuntimeError("a request ended early")
+        mean = sum(timeline.decode_ms) / max(1, len(timeline.decode_ms))
+        row: dict[str, Any] = {
+            "batch": batch, "repeat": repeat, "decode_steps": len(timeline.decode_ms), "ms_step_mean": round(mean, 3),
+            "ms_step_median": round(statistics.median(timeline.decode_ms), 3), "decode_tok_s": round(batch * 1e3 / mean, 1),
+            "prefill_tok_s": round(batch * sizes.tokens_in / timeline.prefill_s), "wall_s": round(wall, 2),
+        }  # fmt: skip
+        if batch in floors:
+            row["floor_ms"] = round(floors[batch], 3)
+            row["over_floor"] = round(mean / floors[batch], 2)
+        if batch in sizes.sglang_tok_s:
+            row["sglang_earlier_tok_s"] = sizes.sglang_tok_s[batch]
+            row["of_sglang"] = round(row["decode_tok_s"] / sizes.sglang_tok_s[batch], 3)
+        graphs = getattr(engine.runner, "graphs", None)
+        if graphs is not None:
+            row["graph_replays"], row["eager_decodes"] = graphs.replays, graphs.eager_decodes
+        stats = engine.stats()
+        if stats["halvings_low"] or stats["retractions"]:
+            row["note"] = "memory was not ample"
+        report.row("throughput", **row)
+
+
+# ---- where a step goes -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def timed(parts: list[tuple[str, Any, str]], spent: dict[str, list[float]]) -> Any:
+    """Host time of the named methods of these objects or modules, while the context lasts."""
+    saved = []
+    for name, owner, attribute in parts:
+        original = getattr(owner, attribute, None)
+        if original is None:
+            continue
+        own = attribute in vars(owner)
+        spent[name] = []
+
+        def wrapper(*args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return _original(*args, **kwargs)
+            finally:
+                spent[_name].append((time.perf_counter() - begin) * 1e3)
+
+        setattr(owner, attribute, wrapper)
+        saved.append((owner, attribute, original, own))
+    try:
+        yield
+    finally:
+        for owner, attribute, original, own in reversed(saved):
+            if own:
+                setattr(owner, attribute, original)
+            else:
+                delattr(owner, attribute)
+
+
+@contextmanager
+def decoding(engine: Engine, sizes: SimpleNamespace, batch: int) -> Any:
+    """A batch that has finished its prefill and decodes on; gone afterwards."""
+    vocab = int(engine.model.config.vocab_size)
+    sampling = SamplingParams(max_new_tokens=sizes.tokens_out, ignore_eos=True)
+    names = [engine.add_request(p, sampling) for p in prompts(random.Random(-batch), batch, sizes.tokens_in, vocab)]
+    try:
+        while any(engine.requests[name].state is not RequestState.DECODE for name in names):
+            engine.step()
+        for _ in range(3):
+            engine.step()
+        yield
+    finally:
+        for name in names:
+            engine.abort(name)
+
+
+def host_parts(report: Report, engine: Engine, sizes: SimpleNamespace, batch: int, graphs_on: bool) -> None:
+    """Host milliseconds of each part of a decode step. "forward" is issuing; "sample and wait" holds the wait for the GPU."""
+    import tidekv.engine.runner as runner_module
+
+    runner: Any = engine.runner
+    kept = getattr(runner, "graphs", None)
+    if not graphs_on:
+        if kept is None:
+            return
+        runner.graphs = None
+    elif kept is None and on_gpu():
+        return
+    parts = [
+        ("plan", engine.scheduler, "plan"),
+        ("plan: memory.decode", engine.memory, "decode"),
+        ("plan: alloc_decode", engine.allocator, "alloc_decode"),
+        ("run", runner, "run"),
+        ("run: build_batch", runner_module, "build_batch"),
+        ("run: forward, issue", runner, "_forward"),
+        ("run: attention of a layer, issue", engine.backend, "forward"),
+        ("run: sample and wait", runner, "_sample"),
+        ("restore_widths", engine.allocator, "restore_widths"),
+    ]
+    if runner.graphs is not None:
+        parts.append(("run: graph replay, issue", runner.graphs, "run"))
+    spent: dict[str, list[float]] = {}
+    steps: list[float] = []
+    try:
+        with decoding(engine, sizes, batch), timed(parts, spent):
+            for _ in range(sizes.profile_steps):
+                begin = time.perf_counter()
+                engine.step()
+                steps.append((time.perf_counter() - begin) * 1e3)
+    finally:
+        runner.graphs = kept
+    row = {"batch": batch, "graphs": graphs_on, "step": round(statistics.median(steps), 3)}
+    for name, values in spent.items():
+        row[name] = round(statistics.median(values), 4) if values else None
+    calls = len(spent.get("run: attention of a layer, issue", ())) / max(1, len(steps))
+    if calls:
+        row["attention, all layers, issue"] = round(sum(spent["run: attention of a layer, issue"]) / len(steps), 3)
+    report.row("host time of a decode step, ms", **row)
+
+
+def kernels(report: Report, engine: Engine, sizes: SimpleNamespace, batch: int) -> None:
+    """What the GPU does in a decode step: its busy time, and the ten kernels that take most of it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CUDA] if on_gpu() else [ProfilerActivity.CPU]
+    with decoding(engine, sizes, batch):
+        synchronize()
+        with profile(activities=activities) as seen:
+            begin = time.perf_counter()
+            for _ in range(sizes.profile_steps):
+                engine.step()
+            synchronize()
+            wall = (time.perf_counter() - begin) * 1e3 / sizes.profile_steps
+    busy: dict[str, tuple[float, int]] = {}
+    for event in seen.events():
+        if on_gpu() and event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        us = float(event.time_range.elapsed_us())
+        total, count = busy.get(event.name, (0.0, 0))
+        busy[event.name] = (total + us, count + 1)
+    total_ms = sum(us for us, _ in busy.values()) / 1e3 / sizes.profile_steps
+    launches = sum(count for _, count in busy.values()) / sizes.profile_steps
+    report.row("device time of a decode step", batch=batch, kernel="all", ms_a_step=round(total_ms, 3),
+               launches_a_step=round(launches, 1), share=1.0, wall_ms_under_profiler=round(wall, 3))  # fmt: skip
+    for name, (us, count) in sorted(busy.items(), key=lambda item: -item[1][0])[:10]:
+        report.row("device time of a decode step", batch=batch, kernel=name[:90], ms_a_step=round(us / 1e3 / sizes.profile_steps, 4),
+                   launches_a_step=round(count / sizes.profile_steps, 1), share=round(us / 1e3 / sizes.profile_steps / total_ms, 3))  # fmt: skip
+
+
+def main() -> int:
+    parser, make = arguments("engine", 240, __doc__)
+    parser.add_argument("--batches", type=int, nargs="+", help="default: 1 32 128")
+    args = parser.parse_args()
+    sizes = SimpleNamespace(
+        model="random:llama-3.1-8b", dtype=torch.bfloat16, kv_memory="64GiB", host_memory="256MiB", page_size=64,
+        prefill_chunk=8192, batches=args.batches or [1, 32, 128], tokens_in=1024, tokens_out=128, repeats=2,
+        profile_steps=10, copy_bytes=4 << 30,
+        sglang_tok_s={1: 198, 32: 5140, 128: 9850},  # stock 0.5.17, triton attention, one H200, another day
+    )  # fmt: skip
+    if args.smoke:
+        vars(sizes).update(
+            model="random:tiny", dtype=torch.float32, kv_memory="64MiB", host_memory="1MiB", page_size=16, prefill_chunk=128,
+            batches=[1, 3], tokens_in=48, tokens_out=12, repeats=1, profile_steps=2, copy_bytes=1 << 20, sglang_tok_s={},
+        )  # fmt: skip
+    report = make(args)
+    made: list[Engine] = []
+    floors: dict[int, float] = {}
+
+    def start() -> None:
+        begin = time.perf_counter()
+        loaded = load_model(sizes.model, device(), sizes.dtype)
+        synchronize()
+        load_s = time.perf_counter() - begin
+        made.append(make_engine(sizes, loaded))
+        synchronize()
+        report.row("start", model_s=round(load_s, 1), engine_s=round(time.perf_counter() - begin - load_s, 1),
+                   pages=made[0].geometry.num_pages, attention=made[0].backend.name)  # fmt: skip
+
+    report.phase("device copy", lambda: report.ceiling("device_copy_gbps", copy_gbps(sizes.copy_bytes)) and None)
+    if not report.phase("start", start):
+        return report.finish()
+    engine = made[0]
+    report.phase("floor", lambda: floors.update(floor(report, engine, sizes)))
+    phases: list[tuple[str, Callable[..., None], tuple[Any, ...]]] = []
+    for batch in sizes.batches:
+        phases.append((f"throughput, batch {batch}", throughput, (batch, floors)))
+        phases.append((f"host parts, batch {batch}", host_parts, (batch, True)))
+        phases.append((f"kernels, batch {batch}", kernels, (batch,)))
+    phases += [(f"host parts without graphs, batch {batch}", host_parts, (batch, False)) for batch in sizes.batches]
+    for name, body, extra in phases:
+        report.phase(name, body, report, engine, sizes, *extra)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What streaming, restoring and admission cost, and what the scheduler may spend on them. Pure functions of counts and
+configured rates: no clock, no event, so that every tensor-parallel rank decides alike.
+
+A narrowed slot costs its non-resident bytes over the link at **every** step that reads it; widening it costs them once.
+
+    step_s          = base_s + batch * request_s + context * context_s + prompt * prompt_s
+    stream_budget   = link_rate * step_s * STREAM_SHARE      copies run under the step that reads them: nobody waits longer
+    move_budget     = link_rate * step_s * share             widening runs between steps: high priority waits `share` longer
+    quantum         = bring_in_bytes / (link_rate * step_s * QUANTUM_COST)      steps after which bringing in was 5 % at most
+    restore pays if   bring_in_bytes < steps_left * streamed_bytes_a_step
+
+Example, H200 and Llama-3.1-8B (131,072 bytes a token, 55 GB/s): a low request of 4,096 tokens at 2 of 32 layers streams
+503 MB at every step, 9.2 ms of the link, while its step takes 6 ms; widening it takes the same 9.2 ms once. A prefill step
+of 2,048 tokens takes 50 ms and hides 2.2 GB of streaming. With quantum and share at 5 %, the 9.2 ms of bringing it in pay
+after 31 steps.
+
+Source of the formulas: the link and device rates are measured (benchmarks/streaming.py, benchmarks/repack.py on a H200);
+overlap and its absence are what the code does: `Streamer` copies on its own stream, `Repacker` on the compute stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tidekv.errors import ConfigError
+
+STREAM_SHARE = 0.8  # of the link's bytes in a step: the rest is for what the rates do not know
+QUANTUM_COST = 0.05  # of its steps' time is what bringing a request in may cost
+MIN_QUANTUM = 256  # tokens; two in three chat answers end within one quantum (Azure 2023: median 139, p90 428)
+LOW_ONLY_SHARE = 0.5  # of a step's time for widening when nobody of high priority decodes
+
+
+@dataclass(frozen=True)
+class StepRates:
+    """Configured rates, seconds and bytes a second. The same on every rank."""
+
+    link_rate: float = 55e9
+    base_s: float = 5.0e-3
+    request_s: float = 4.0e-5
+    context_s: float = 3.1e-8
+    prompt_s: float = 2.4e-5
+
+    def __post_init__(self) -> None:
+        for name in ("link_rate", "base_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+
+
+def step_s(rates: StepRates, batch: int, context_tokens: int, prompt_tokens: int) -> float:
+    """Seconds of a step without any bytes over the link."""
+    return (
+        rates.base_s
+        + batch * rates.request_s
+        + context_tokens * rates.context_s
+        + max(0.0, prompt_tokens * rates.prompt_s - rates.base_s * (prompt_tokens > 0))
+    )
+
+
+def stream_budget_bytes(rates: StepRates, seconds: float) -> int:
+    """Bytes that a step of this length hides."""
+    return int(rates.link_rate * seconds * STREAM_SHARE)
+
+
+def move_budget_bytes(rates: StepRates, seconds: float, high_share: float, high_decodes: bool) -> int:
+    """Bytes that a step of this length earns for widening. `high_share`: how much longer high priority may wait."""
+    return int(rates.link_rate * seconds * (high_share if high_decodes else LOW_ONLY_SHARE))
+
+
+def quantum_tokens(rates: StepRates, bring_in_bytes: int, seconds: float) -> int:
+    """Steps that a request runs once it was brought in, before another may take its place."""
+    return max(MIN_QUANTUM, int(bring_in_bytes / (rates.link_rate * seconds * QUANTUM_COST)))
+
+
+def restore_pays(bring_in_bytes: int, streamed_bytes_a_step: int, steps_left: int) -> bool:
+    """Widening once is cheaper than streaming at each of the steps that are left."""
+    return bring_in_bytes < steps_left * streamed_bytes_a_step
+
+
+def rank_key(is_high: bool, overdue: bool, quanta_run: int, arrival_order: int) -> tuple[bool, bool, int, int]:
+    """Who gets memory first, smallest first: high; then who has waited too long; then who has had fewest quanta; then
+    arrival."""
+    return (not is_high, not overdue, quanta_run, arrival_order)
+
+
+def narrow_prefill_tokens(rates: StepRates, away_bytes_a_token: int, chunk_tokens: int) -> int:
+    """Context that a chunk of so many prompt tokens can stream without lengthening its step.
+
+    A prompt may be opened narrow up to here; what follows has to be opened wide.
+    """
+    hidden = stream_budget_bytes(rates, max(rates.base_s, chunk_tokens * rates.prompt_s))
+    return hidden // max(1, away_bytes_a_token)
