@@ -2,10 +2,10 @@
 
     python -m benchmarks.allocator --out DIR        SGLang 0.5.17 on PYTHONPATH, else ours alone
 
-A call of ours writes books, so each timed call really allocates. It is taken back outside the timed region: the pages just
-handed out are put back at the head of the free list and their book entries cleared (`Books.take_back`), which is what
-SGLang's benchmark does with `free_pages = full`; `check()` at the end of a table proves that nothing was left behind. The
-table `extend and free` uses the public calls alone, both sides, nothing taken back by hand.
+A call of ours writes books, so each timed call really allocates. It is taken back outside the timed region: the pages
+just handed out are put back at the head of the free list and their book entries cleared (`Books.take_back`), which is
+what SGLang's benchmark does with `free_pages = full`; `check()` at the end of a table proves that nothing was left
+behind. The table `extend and free` uses the public calls alone, both sides, nothing taken back by hand.
 """
 
 from __future__ import annotations
@@ -102,9 +102,14 @@ def nothing() -> None:
 
 
 def compare(
-    report: Report, table: str, calls: dict[str, Callable[[], Any]], between: dict[str, Callable[[], Any]],
-    sizes: SimpleNamespace, k: int, **labels: Any,
-) -> None:  # fmt: skip
+    report: Report,
+    table: str,
+    calls: dict[str, Callable[[], Any]],
+    between: dict[str, Callable[[], Any]],
+    sizes: SimpleNamespace,
+    k: int,
+    **labels: Any,
+) -> None:
     """One row: host and device time of SGLang ("a") and of ours ("b") and the ratios."""
     host = host_us(calls, between, sizes.n, sizes.warm)
     on_device = queued_device_us(calls, between, k, sizes.device_repeats)
@@ -122,7 +127,8 @@ def compare(
 
 
 def decode(report: Report, sizes: SimpleNamespace, page_size: int) -> None:
-    """Batches whose requests are spread over the positions in a page: about batch / page_size open a page in each step."""
+    """Batches whose requests are spread over the positions in a page: about batch / page_size open a page in each
+    step."""
     pages = sizes.tokens // page_size
     sglang, ours = make_sglang(pages, page_size), make_ours(pages, page_size)
     full = sglang.free_pages if sglang is not None else None
@@ -144,10 +150,10 @@ def decode(report: Report, sizes: SimpleNamespace, page_size: int) -> None:
                 return phases[turn[name] % len(phases)]
 
             def call_sglang() -> Any:
-                return sglang.alloc_decode(*next_phase("sglang"))  # noqa: B023
+                return sglang.alloc_decode(*next_phase("sglang"))
 
-            def call_ours() -> Any:
-                if ours.alloc_decode(*next_phase("ours"), priorities) is None:  # noqa: B023
+            def call_ours(priorities: Any = priorities) -> Any:
+                if ours.alloc_decode(*next_phase("ours"), priorities) is None:
                     raise InvariantError("alloc_decode was refused")
 
             def reset_sglang() -> None:
@@ -176,15 +182,15 @@ def extend(report: Report, sizes: SimpleNamespace, page_size: int) -> None:
         prefix, seq = torch.zeros(batch, dtype=torch.int64), torch.full((batch,), sizes.extend_tokens)
         last = torch.full((batch,), -1, dtype=torch.int64, device=device())
         prefix_dev, seq_dev, total = prefix.to(device()), seq.to(device()), batch * sizes.extend_tokens
+        given = (prefix_dev, prefix, seq_dev, seq, last, total)
         for kind in PRIORITIES if batch > 1 else PRIORITIES[:2]:
             priorities = priority_argument(kind, batch)
 
-            def call_sglang() -> Any:
-                return sglang.alloc_extend(prefix_dev, prefix, seq_dev, seq, last, total)  # noqa: B023
+            def call_sglang(given: Any = given) -> Any:
+                return sglang.alloc_extend(*given)
 
-            def call_ours() -> Any:
-                found = ours.alloc_extend(prefix_dev, prefix, seq_dev, seq, last, total, priorities)  # noqa: B023
-                if found is None:
+            def call_ours(given: Any = given, priorities: Any = priorities) -> Any:
+                if ours.alloc_extend(*given, priorities) is None:
                     raise InvariantError("alloc_extend was refused")
 
             def reset_sglang() -> None:
@@ -203,7 +209,8 @@ def extend(report: Report, sizes: SimpleNamespace, page_size: int) -> None:
 
 
 def free(report: Report, sizes: SimpleNamespace, page_size: int) -> None:
-    """`free` of requests of 2,048 tokens: the call, what our deferred booking costs later, and both behind queued work."""
+    """`free` of requests of 2,048 tokens: the call, what our deferred booking costs later, and both behind queued
+    work."""
     pages, tokens = sizes.tokens // page_size, sizes.extend_tokens
     sglang, ours = make_sglang(pages, page_size), make_ours(pages, page_size)
     held = [ours.alloc(tokens, i % 2 == 0) for i in range(sizes.held)]
@@ -268,7 +275,8 @@ def free(report: Report, sizes: SimpleNamespace, page_size: int) -> None:
 
 
 def extend_and_free(report: Report, sizes: SimpleNamespace, page_size: int) -> None:
-    """A request of 2,048 tokens comes and goes, by public calls alone: merges of the free list and mirror uploads included."""
+    """A request of 2,048 tokens comes and goes, by public calls alone: merges of the free list and mirror uploads
+    included."""
     pages, tokens = sizes.tokens // page_size, sizes.extend_tokens
     prefix, seq = torch.zeros(1, dtype=torch.int64), torch.full((1,), tokens)
     last = torch.full((1,), -1, dtype=torch.int64, device=device())
@@ -311,7 +319,8 @@ def extend_and_free(report: Report, sizes: SimpleNamespace, page_size: int) -> N
 
 
 def no_sync(report: Report, sizes: SimpleNamespace, page_size: int) -> None:
-    """A steady decode step never waits: torch's own watch on synchronising calls, and host time behind 5 ms of queued work.
+    """A steady decode step never waits: torch's own watch on synchronising calls, and host time behind 5 ms of queued
+    work.
 
     The second sees what the first cannot: copies from pageable memory, which torch counts as asynchronous.
     """
@@ -327,8 +336,11 @@ def no_sync(report: Report, sizes: SimpleNamespace, page_size: int) -> None:
     lens_dev = lens.to(device())
     mask = torch.arange(batch) % 3 == 0
     for kind, priorities in (
-        ("high", True), ("low", False), ("mixed list", mask.tolist()), ("mixed tensor", mask),
-    ):  # fmt: skip
+        ("high", True),
+        ("low", False),
+        ("mixed list", mask.tolist()),
+        ("mixed tensor", mask),
+    ):
 
         def call(priorities: Any = priorities) -> None:
             if ours.alloc_decode(lens_dev, lens, last, priorities) is None:
@@ -356,7 +368,8 @@ def no_sync(report: Report, sizes: SimpleNamespace, page_size: int) -> None:
 
 
 def attention(report: Report, sizes: SimpleNamespace) -> None:
-    """The same kernel over an ordinary buffer a layer and over our one flat tensor; rotating over layers, so never from L2."""
+    """The same kernel over an ordinary buffer a layer and over our one flat tensor; rotating over layers, so never
+    from L2."""
     page_size, batch, tokens, layers, heads, dim = sizes.attention
     pages = batch * tokens // page_size
     geometry = KVGeometry(layers, pages, page_size, heads, dim, torch.bfloat16)
@@ -418,16 +431,38 @@ def main() -> int:
     parser, make = arguments("allocator", 150, __doc__)
     args = parser.parse_args()
     sizes = SimpleNamespace(
-        tokens=800_000, n=120, warm=15, k=60, device_repeats=5, behind=7, held=64, extend_tokens=EXTEND_TOKENS,
-        decode_batches=(16, 64, 256, 1024), extend_batches=(1, 16, 64), page_sizes=(64, 16),
-        attention=(64, 64, 4096, 4, 8, 128), attention_n=60, copy_bytes=4 << 30,
-    )  # fmt: skip
+        tokens=800_000,
+        n=120,
+        warm=15,
+        k=60,
+        device_repeats=5,
+        behind=7,
+        held=64,
+        extend_tokens=EXTEND_TOKENS,
+        decode_batches=(16, 64, 256, 1024),
+        extend_batches=(1, 16, 64),
+        page_sizes=(64, 16),
+        attention=(64, 64, 4096, 4, 8, 128),
+        attention_n=60,
+        copy_bytes=4 << 30,
+    )
     if args.smoke:
         vars(sizes).update(
-            tokens=40_000, n=3, warm=1, k=2, device_repeats=2, behind=2, held=4, extend_tokens=256,
-            decode_batches=(16, 64), extend_batches=(1, 4), page_sizes=(16,), attention=(16, 2, 64, 2, 2, 16),
-            attention_n=2, copy_bytes=1 << 20,
-        )  # fmt: skip
+            tokens=40_000,
+            n=3,
+            warm=1,
+            k=2,
+            device_repeats=2,
+            behind=2,
+            held=4,
+            extend_tokens=256,
+            decode_batches=(16, 64),
+            extend_batches=(1, 4),
+            page_sizes=(16,),
+            attention=(16, 2, 64, 2, 2, 16),
+            attention_n=2,
+            copy_bytes=1 << 20,
+        )
     report = make(args)
     report.phase("device copy", copy_ceiling, report, sizes.copy_bytes)
     report.phase("attention", attention, report, sizes)

@@ -57,8 +57,14 @@ class BatchedCopy:
         where = src_pages.astype(np.uint64) * np.uint64(page_bytes) + np.uint64(src.data_ptr())
         sizes = np.full(len(to), run * page_bytes, dtype=np.uint64)
         status = self._call(
-            to.ctypes.data, where.ctypes.data, sizes.ctypes.data, len(to), ctypes.addressof(self._attributes),
-            ctypes.addressof(self._first), 1, stream.cuda_stream,
-        )  # fmt: skip
+            to.ctypes.data,
+            where.ctypes.data,
+            sizes.ctypes.data,
+            len(to),
+            ctypes.addressof(self._attributes),
+            ctypes.addressof(self._first),
+            1,
+            stream.cuda_stream,
+        )
         if status:
             raise RuntimeError(f"cudaMemcpyBatchAsync returned {status}")

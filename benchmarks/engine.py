@@ -1,4 +1,5 @@
-"""The embedded engine with random weights in Llama-3.1-8B shape: tokens a second, the floor, and where a decode step goes.
+"""The embedded engine with random weights in Llama-3.1-8B shape: tokens a second, the floor, and where a decode step
+goes.
 
     python -m benchmarks.engine --out DIR
 
@@ -33,10 +34,16 @@ def prompts(rng: random.Random, count: int, length: int, vocab: int) -> list[lis
 def make_engine(sizes: SimpleNamespace, loaded: Any) -> Engine:
     """Ample: nothing ever narrows. A small host pool, since its memory is pinned at the start."""
     config = EngineConfig(
-        model=sizes.model, device=device(), dtype=sizes.dtype, kv_memory=sizes.kv_memory, host_memory=sizes.host_memory,
-        page_size=sizes.page_size, prefill_chunk=sizes.prefill_chunk, max_running=max(sizes.batches),
+        model=sizes.model,
+        device=device(),
+        dtype=sizes.dtype,
+        kv_memory=sizes.kv_memory,
+        host_memory=sizes.host_memory,
+        page_size=sizes.page_size,
+        prefill_chunk=sizes.prefill_chunk,
+        max_running=max(sizes.batches),
         max_context_len=sizes.tokens_in + sizes.tokens_out + sizes.page_size,
-    )  # fmt: skip
+    )
     return Engine(config, loaded)
 
 
@@ -75,8 +82,12 @@ def floor(report: Report, engine: Engine, sizes: SimpleNamespace) -> dict[int, f
     for batch in sizes.batches:
         kv = batch * (sizes.tokens_in + sizes.tokens_out / 2) * token
         out[batch] = (weights + kv) / copy_rate / 1e6
-    report.row("bytes of a step", weights_gb=round(weights / 1e9, 2), kv_kib_a_token=token // 1024,
-               **{f"floor_ms at {batch}": round(ms, 3) for batch, ms in out.items()})  # fmt: skip
+    report.row(
+        "bytes of a step",
+        weights_gb=round(weights / 1e9, 2),
+        kv_kib_a_token=token // 1024,
+        **{f"floor_ms at {batch}": round(ms, 3) for batch, ms in out.items()},
+    )
     return out
 
 
@@ -84,9 +95,13 @@ def throughput(report: Report, engine: Engine, sizes: SimpleNamespace, batch: in
     rng = random.Random(batch)
     vocab = int(engine.model.config.vocab_size)
     sampling = SamplingParams(max_new_tokens=sizes.tokens_out + 1, ignore_eos=True)
-    warm = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    # Long enough for the last prompt to be through before the first request ends: then the whole batch has decoded
+    # once.
+    warm = SamplingParams(max_new_tokens=6 + batch * sizes.tokens_in // sizes.prefill_chunk, ignore_eos=True)
+    engine.memory.drop_cache()
     engine.generate(prompts(rng, batch, sizes.tokens_in, vocab), warm)
     for repeat in range(sizes.repeats):
+        engine.memory.drop_cache()
         given = prompts(rng, batch, sizes.tokens_in, vocab)
         synchronize()
         timeline = Timeline(batch)
@@ -97,10 +112,15 @@ def throughput(report: Report, engine: Engine, sizes: SimpleNamespace, batch: in
             raise RuntimeError("a request ended early")
         mean = sum(timeline.decode_ms) / max(1, len(timeline.decode_ms))
         row: dict[str, Any] = {
-            "batch": batch, "repeat": repeat, "decode_steps": len(timeline.decode_ms), "ms_step_mean": round(mean, 3),
-            "ms_step_median": round(statistics.median(timeline.decode_ms), 3), "decode_tok_s": round(batch * 1e3 / mean, 1),
-            "prefill_tok_s": round(batch * sizes.tokens_in / timeline.prefill_s), "wall_s": round(wall, 2),
-        }  # fmt: skip
+            "batch": batch,
+            "repeat": repeat,
+            "decode_steps": len(timeline.decode_ms),
+            "ms_step_mean": round(mean, 3),
+            "ms_step_median": round(statistics.median(timeline.decode_ms), 3),
+            "decode_tok_s": round(batch * 1e3 / mean, 1),
+            "prefill_tok_s": round(batch * sizes.tokens_in / timeline.prefill_s),
+            "wall_s": round(wall, 2),
+        }
         if batch in floors:
             row["floor_ms"] = round(floors[batch], 3)
             row["over_floor"] = round(mean / floors[batch], 2)
@@ -154,7 +174,9 @@ def decoding(engine: Engine, sizes: SimpleNamespace, batch: int) -> Any:
     """A batch that has finished its prefill and decodes on; gone afterwards."""
     vocab = int(engine.model.config.vocab_size)
     sampling = SamplingParams(max_new_tokens=sizes.tokens_out, ignore_eos=True)
-    names = [engine.add_request(p, sampling) for p in prompts(random.Random(-batch), batch, sizes.tokens_in, vocab)]
+    names = [
+        engine.add_request(p, sampling) for p in prompts(random.Random(1000 + batch), batch, sizes.tokens_in, vocab)
+    ]
     try:
         while any(engine.requests[name].state is not RequestState.DECODE for name in names):
             engine.step()
@@ -167,7 +189,8 @@ def decoding(engine: Engine, sizes: SimpleNamespace, batch: int) -> Any:
 
 
 def host_parts(report: Report, engine: Engine, sizes: SimpleNamespace, batch: int, graphs_on: bool) -> None:
-    """Host milliseconds of each part of a decode step. "forward" is issuing; "sample and wait" holds the wait for the GPU."""
+    """Host milliseconds of each part of a decode step. "forward" is issuing; "sample and wait" holds the wait for the
+    GPU."""
     import tidekv.engine.runner as runner_module
 
     runner: Any = engine.runner
@@ -201,7 +224,7 @@ def host_parts(report: Report, engine: Engine, sizes: SimpleNamespace, batch: in
                 steps.append((time.perf_counter() - begin) * 1e3)
     finally:
         runner.graphs = kept
-    row = {"batch": batch, "graphs": graphs_on, "step": round(statistics.median(steps), 3)}
+    row = {"batch": batch, "graphs": graphs_on and kept is not None, "step": round(statistics.median(steps), 3)}
     for name, values in spent.items():
         row[name] = round(statistics.median(values), 4) if values else None
     calls = len(spent.get("run: attention of a layer, issue", ())) / max(1, len(steps))
@@ -232,11 +255,24 @@ def kernels(report: Report, engine: Engine, sizes: SimpleNamespace, batch: int) 
         busy[event.name] = (total + us, count + 1)
     total_ms = sum(us for us, _ in busy.values()) / 1e3 / sizes.profile_steps
     launches = sum(count for _, count in busy.values()) / sizes.profile_steps
-    report.row("device time of a decode step", batch=batch, kernel="all", ms_a_step=round(total_ms, 3),
-               launches_a_step=round(launches, 1), share=1.0, wall_ms_under_profiler=round(wall, 3))  # fmt: skip
+    report.row(
+        "device time of a decode step",
+        batch=batch,
+        kernel="all",
+        ms_a_step=round(total_ms, 3),
+        launches_a_step=round(launches, 1),
+        share=1.0,
+        wall_ms_under_profiler=round(wall, 3),
+    )
     for name, (us, count) in sorted(busy.items(), key=lambda item: -item[1][0])[:10]:
-        report.row("device time of a decode step", batch=batch, kernel=name[:90], ms_a_step=round(us / 1e3 / sizes.profile_steps, 4),
-                   launches_a_step=round(count / sizes.profile_steps, 1), share=round(us / 1e3 / sizes.profile_steps / total_ms, 3))  # fmt: skip
+        report.row(
+            "device time of a decode step",
+            batch=batch,
+            kernel=name[:90],
+            ms_a_step=round(us / 1e3 / sizes.profile_steps, 4),
+            launches_a_step=round(count / sizes.profile_steps, 1),
+            share=round(us / 1e3 / sizes.profile_steps / total_ms, 3),
+        )
 
 
 def main() -> int:
@@ -244,16 +280,36 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", help="default: 1 32 128")
     args = parser.parse_args()
     sizes = SimpleNamespace(
-        model="random:llama-3.1-8b", dtype=torch.bfloat16, kv_memory="64GiB", host_memory="256MiB", page_size=64,
-        prefill_chunk=8192, batches=args.batches or [1, 32, 128], tokens_in=1024, tokens_out=128, repeats=2,
-        profile_steps=10, copy_bytes=4 << 30,
+        model="random:llama-3.1-8b",
+        dtype=torch.bfloat16,
+        kv_memory="64GiB",
+        host_memory="256MiB",
+        page_size=64,
+        prefill_chunk=8192,
+        batches=args.batches or [1, 32, 128],
+        tokens_in=1024,
+        tokens_out=128,
+        repeats=2,
+        profile_steps=10,
+        copy_bytes=4 << 30,
         sglang_tok_s={1: 198, 32: 5140, 128: 9850},  # stock 0.5.17, triton attention, one H200, another day
-    )  # fmt: skip
+    )
     if args.smoke:
         vars(sizes).update(
-            model="random:tiny", dtype=torch.float32, kv_memory="64MiB", host_memory="1MiB", page_size=16, prefill_chunk=128,
-            batches=[1, 3], tokens_in=48, tokens_out=12, repeats=1, profile_steps=2, copy_bytes=1 << 20, sglang_tok_s={},
-        )  # fmt: skip
+            model="random:tiny",
+            dtype=torch.float32,
+            kv_memory="64MiB",
+            host_memory="1MiB",
+            page_size=16,
+            prefill_chunk=128,
+            batches=[1, 3],
+            tokens_in=48,
+            tokens_out=12,
+            repeats=1,
+            profile_steps=2,
+            copy_bytes=1 << 20,
+            sglang_tok_s={},
+        )
     report = make(args)
     made: list[Engine] = []
     floors: dict[int, float] = {}
@@ -265,8 +321,13 @@ def main() -> int:
         load_s = time.perf_counter() - begin
         made.append(make_engine(sizes, loaded))
         synchronize()
-        report.row("start", model_s=round(load_s, 1), engine_s=round(time.perf_counter() - begin - load_s, 1),
-                   pages=made[0].geometry.num_pages, attention=made[0].backend.name)  # fmt: skip
+        report.row(
+            "start",
+            model_s=round(load_s, 1),
+            engine_s=round(time.perf_counter() - begin - load_s, 1),
+            pages=made[0].geometry.num_pages,
+            attention=made[0].backend.name,
+        )
 
     report.phase("device copy", lambda: report.ceiling("device_copy_gbps", copy_gbps(sizes.copy_bytes)) and None)
     if not report.phase("start", start):

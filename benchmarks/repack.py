@@ -1,9 +1,10 @@
-"""Moves at memory speed: in-page halving, cross-page merge, remap, and a whole `_halve_and_repack`, beside a device copy.
+"""Moves at memory speed: in-page halving, cross-page merge, remap, and a whole `_halve_and_repack`, beside a device
+copy.
 
     python -m benchmarks.repack --out DIR
 
-Bytes a second are read + write. "KiB a layer" is one page's K and V of one layer; the kernels move K and V as runs of half
-of that. Pages are scattered: a random half of the pool, in random order.
+Bytes a second are read + write. "KiB a layer" is one page's K and V of one layer; the kernels move K and V as runs of
+half of that. Pages are scattered: a random half of the pool, in random order.
 """
 
 from __future__ import annotations
@@ -75,8 +76,17 @@ def moves(report: Report, sizes: SimpleNamespace, layers: int, kib: int) -> None
     for name, ms in times.items():
         moved = halve_bytes if name == "halve in page" else 2 * len(src) * geometry.cell_bytes
         rate = moved / ms / 1e6
-        report.row("moves", what=name, layers=layers, kib_a_layer=kib, pages=len(pages), gb_moved=round(moved / 1e9, 2),
-                   ms=round(ms, 3), gbps=round(rate), share_of_copy=round(rate / ceiling, 3))  # fmt: skip
+        report.row(
+            "moves",
+            what=name,
+            layers=layers,
+            kib_a_layer=kib,
+            pages=len(pages),
+            gb_moved=round(moved / 1e9, 2),
+            ms=round(ms, 3),
+            gbps=round(rate),
+            share_of_copy=round(rate / ceiling, 3),
+        )
 
 
 # ---- remap -----------------------------------------------------------------------------------------------------------
@@ -102,8 +112,17 @@ def remap(report: Report, sizes: SimpleNamespace) -> None:
     ceiling = report.data["ceilings"].get("device_copy_gbps", float("nan"))
     for name, ms in times.items():
         moved = 2 * tables[name].nbytes
-        report.row("remap", rows=rows, columns=columns, dtype=name, page_size=page_size, lookup_mb=round(lookup.nbytes / 1e6, 1),
-                   ms=round(ms, 3), gbps=round(moved / ms / 1e6), share_of_copy=round(moved / ms / 1e6 / ceiling, 3))  # fmt: skip
+        report.row(
+            "remap",
+            rows=rows,
+            columns=columns,
+            dtype=name,
+            page_size=page_size,
+            lookup_mb=round(lookup.nbytes / 1e6, 1),
+            ms=round(ms, 3),
+            gbps=round(moved / ms / 1e6),
+            share_of_copy=round(moved / ms / 1e6 / ceiling, 3),
+        )
 
 
 # ---- the whole thing -------------------------------------------------------------------------------------------------
@@ -120,21 +139,29 @@ class Pool:
         self.geometry = KVGeometry(layers, pages, page_size, 8, 128, torch.bfloat16)
         self.kv = DeviceKVPool(self.geometry, device())
         random_fill(self.kv.k_flat, self.kv.v_flat)
-        # One host page for each slot that narrows. Pinned memory is rounded up to a power of two by torch: keep K (half of
-        # this) just under one.
+        # One host page for each slot that narrows. Pinned memory is rounded up to a power of two by torch: keep K
+        # (half of this) just under one.
         self.host = HostKVPool(self.geometry, (low + 1) * page_bytes)
         self.rows = ReqToTokenPool(64, (low // 64 + 2) * page_size, device())
 
     def allocator(self, freed: int, write_through: bool) -> tuple[DynamicPagedTokenToKVPoolAllocator, list[Any]]:
-        """A fresh allocator over the same memory: `2 * freed` bytes of low priority in 64 rows, high priority in the rest."""
+        """A fresh allocator over the same memory: `2 * freed` bytes of low priority in 64 rows, high priority in the
+        rest."""
         size = self.geometry.page_size
         if len(self.rows.live_rows()):
             self.rows.free(self.rows.live_rows().tolist())
         allocator = DynamicPagedTokenToKVPoolAllocator(
-            self.geometry.num_pages * size, size, torch.bfloat16, device(), self.kv, req_to_token_pool=self.rows,
-            host_pool=self.host, low_max_pages=0, high_reserved_pages=self.geometry.num_pages,
+            self.geometry.num_pages * size,
+            size,
+            torch.bfloat16,
+            device(),
+            self.kv,
+            req_to_token_pool=self.rows,
+            host_pool=self.host,
+            low_max_pages=0,
+            high_reserved_pages=self.geometry.num_pages,
             write_through=write_through,
-        )  # fmt: skip
+        )
         # Scattered, as after hours of traffic.
         free = allocator.ledger.free_list
         free.pages = np.random.default_rng(0).permutation(free.pages)
@@ -174,7 +201,8 @@ def whole(report: Report, sizes: SimpleNamespace, pool: Pool, freed: int, write_
         del saved, plan
         row, probe = kept[0][0], kept[0][1][: 2 * page_size]
         layers = (0, 1, pool.geometry.layer_num - 1)
-        # A written-through slot's host copy is whatever the model wrote; here nobody did, so only resident layers compare.
+        # A written-through slot's host copy is whatever the model wrote; here nobody did, so only resident layers
+        # compare.
         layers = layers[:1] if write_through else layers
         before = [allocator.read_kv(layer, probe) for layer in layers]
         launches = allocator.repacker.counters.launches
@@ -201,16 +229,24 @@ def whole(report: Report, sizes: SimpleNamespace, pool: Pool, freed: int, write_
         after = [allocator.read_kv(layer, moved) for layer in layers]
         same = all(
             torch.equal(a.view(torch.int16), b.view(torch.int16))
-            for x, y in zip(before, after, strict=True) for a, b in zip(x, y, strict=True)
-        )  # fmt: skip
-        rows.append({
-            "wall_until_return_ms": (returned - start) * 1e3, "wall_until_done_ms": (done - start) * 1e3,
-            "device_ms": events[0].elapsed_time(events[1]) if events is not None else float("nan"),
-            "plan_ms": (planned - begin) * 1e3, "clone_ms": (cloned - planned) * 1e3, "book_ms": (booked - cloned) * 1e3,
-            "launches": counters.launches - launches + 1,  # and one remap of req_to_token
-            "to_host_gb": counters.to_host_bytes / 1e9, "device_gb": counters.device_bytes / 1e9,
-            "freed_pages": allocator.num_free_pages - free_before + 1, "same_bits": same,
-        })  # fmt: skip
+            for x, y in zip(before, after, strict=True)
+            for a, b in zip(x, y, strict=True)
+        )
+        rows.append(
+            {
+                "wall_until_return_ms": (returned - start) * 1e3,
+                "wall_until_done_ms": (done - start) * 1e3,
+                "device_ms": events[0].elapsed_time(events[1]) if events is not None else float("nan"),
+                "plan_ms": (planned - begin) * 1e3,
+                "clone_ms": (cloned - planned) * 1e3,
+                "book_ms": (booked - cloned) * 1e3,
+                "launches": counters.launches - launches + 1,  # and one remap of req_to_token
+                "to_host_gb": counters.to_host_bytes / 1e9,
+                "device_gb": counters.device_bytes / 1e9,
+                "freed_pages": allocator.num_free_pages - free_before + 1,
+                "same_bits": same,
+            }
+        )
         if repeat == 0:
             allocator.check()
     best = {}
@@ -218,10 +254,17 @@ def whole(report: Report, sizes: SimpleNamespace, pool: Pool, freed: int, write_
         values = [row[key] for row in rows]
         best[key] = round(float(np.median(values)), 2) if isinstance(first, float) else values[0]
     best["same_bits"] = all(row["same_bits"] for row in rows)
-    report.row("halve and repack", freed_gb=freed / 1e9, kib_a_layer=page_size * TOKEN_BYTES // 1024,
-               layers=pool.geometry.layer_num, write_through=write_through,
-               host_plan_share=round((best["plan_ms"] + best["clone_ms"] + best["book_ms"]) / best["wall_until_done_ms"], 3),
-               **best)  # fmt: skip
+    report.row(
+        "halve and repack",
+        freed_gb=freed / 1e9,
+        kib_a_layer=page_size * TOKEN_BYTES // 1024,
+        layers=pool.geometry.layer_num,
+        write_through=write_through,
+        # Staging pages come out of what is freed.
+        net_freed_gb=round(best["freed_pages"] * pool.page_bytes / 1e9, 2),
+        host_plan_share=round((best["plan_ms"] + best["clone_ms"] + best["book_ms"]) / best["wall_until_done_ms"], 3),
+        **best,
+    )
 
 
 def kernels_of_a_repack(report: Report, pool: Pool, freed: int) -> None:
@@ -253,14 +296,26 @@ def whole_repacks(report: Report, sizes: SimpleNamespace, page_size: int, freed:
     pool = Pool(page_size, max(freed), 32 if not report.smoke else 8)
     synchronize()
     pages = pool.geometry.num_pages
-    report.row("pools", kib_a_layer=page_size * TOKEN_BYTES // 1024, pages=pages,
-               device_gb=round(pool.geometry.pool_bytes / 1e9, 1), host_gb=round(pool.host.capacity_bytes / 1e9, 1),
-               seconds_to_make=round(time.perf_counter() - begin, 1))  # fmt: skip
+    report.row(
+        "pools",
+        kib_a_layer=page_size * TOKEN_BYTES // 1024,
+        pages=pages,
+        device_gb=round(pool.geometry.pool_bytes / 1e9, 1),
+        host_gb=round(pool.host.capacity_bytes / 1e9, 1),
+        seconds_to_make=round(time.perf_counter() - begin, 1),
+    )
     report.phase("pinned rate", pinned_d2h, report, pool)
     for bytes_freed in freed:
         for write_through in (False, True):
-            report.phase(f"free {bytes_freed / 1e9:g} GB, write-through {write_through}", whole, report, sizes, pool,
-                         bytes_freed, write_through)  # fmt: skip
+            report.phase(
+                f"free {bytes_freed / 1e9:g} GB, write-through {write_through}",
+                whole,
+                report,
+                sizes,
+                pool,
+                bytes_freed,
+                write_through,
+            )
     for bytes_freed in freed:
         report.phase(f"launches, {bytes_freed / 1e9:g} GB", kernels_of_a_repack, report, pool, bytes_freed)
     del pool
@@ -273,15 +328,32 @@ def main() -> int:
     parser, make = arguments("repack", 120, __doc__)
     args = parser.parse_args()
     sizes = SimpleNamespace(
-        copy_bytes=4 << 30, pool_bytes=12 << 30, n=8, programs=(132 * 8, 132 * 16), kib=(16, 32, 64, 256), layers=(32, 80),
-        remap_rows=4096, remap_columns=32768, remap_page=64, whole_n=3,
+        copy_bytes=4 << 30,
+        pool_bytes=12 << 30,
+        n=8,
+        programs=(132 * 8, 132 * 16),
+        kib=(16, 32, 64, 256),
+        layers=(32, 80),
+        remap_rows=4096,
+        remap_columns=32768,
+        remap_page=64,
+        whole_n=3,
         wholes=((64, (1_000_000_000, 4_000_000_000, 16_000_000_000)), (16, (1_000_000_000, 4_000_000_000))),
-    )  # fmt: skip
+    )
     if args.smoke:
         vars(sizes).update(
-            copy_bytes=1 << 20, pool_bytes=8 << 20, n=2, programs=(4,), kib=(16,), layers=(8,), remap_rows=8,
-            remap_columns=256, remap_page=16, whole_n=2, wholes=((4, (1 << 20, 2 << 20)),),
-        )  # fmt: skip
+            copy_bytes=1 << 20,
+            pool_bytes=8 << 20,
+            n=2,
+            programs=(4,),
+            kib=(16,),
+            layers=(8,),
+            remap_rows=8,
+            remap_columns=256,
+            remap_page=16,
+            whole_n=2,
+            wholes=((4, (1 << 20, 2 << 20)),),
+        )
     report = make(args)
     report.phase("device copy", ceilings, report, sizes)
     for layers in sizes.layers:

@@ -1,11 +1,12 @@
 """Rows of a benchmark: printed and flushed to disk one by one, so that a run that is cut short keeps what it measured.
 
-    python -m benchmarks.report DIR      tables (Markdown) from the JSON files in DIR
+python -m benchmarks.report DIR      tables (Markdown) from the JSON files in DIR
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -22,7 +23,8 @@ import torch
 
 
 class Report:
-    """One benchmark's result file, `DIR/NAME.json`: {"about": {...}, "ceilings": {...}, "rows": [...], "errors": [...]}."""
+    """One benchmark's result file, `DIR/NAME.json`: {"about": {...}, "ceilings": {...}, "rows": [...], "errors":
+    [...]}."""
 
     def __init__(self, name: str, out_dir: Path, budget_s: float, smoke: bool) -> None:
         self.path = out_dir / f"{name}.json"
@@ -69,7 +71,7 @@ class Report:
             self.data["about"]["wall_s"] = round(time.monotonic() - self._start, 1)
             print(json.dumps({"phase": name, "wall_s": round(time.monotonic() - begin, 1)}), flush=True)
             self.save()
-            if torch.cuda.is_available():
+            with contextlib.suppress(RuntimeError):  # after a device fault every call raises
                 torch.cuda.empty_cache()
         return True
 
@@ -109,13 +111,13 @@ class Report:
 def arguments(name: str, budget_s: float, doc: str | None) -> tuple[argparse.ArgumentParser, Callable[..., Report]]:
     """The options that every benchmark has, and what makes its report from them."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}", description=(doc or "").split("\n", maxsplit=1)[0]
+        prog=f"python -m benchmarks.{name}", description=" ".join((doc or "").split("\n\n")[0].split())
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("out/benchmarks"), help="folder for NAME.json"
-    )
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for NAME.json")
     parser.add_argument("--budget-s", type=float, default=budget_s, help="parts that do not fit any more are skipped")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, on the CPU too: tries the code, measures nothing")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny sizes, on the CPU too: tries the code, measures nothing"
+    )
 
     def make(args: argparse.Namespace) -> Report:
         if not args.smoke and not torch.cuda.is_available():

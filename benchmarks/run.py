@@ -1,7 +1,7 @@
 """Runs the benchmarks one after another, each in a process of its own, and writes their tables to DIR/tables.md.
 
-    python -m benchmarks.run --out DIR            on a machine with a GPU: about 10 minutes at most
-    python benchmarks/run.py --smoke              tiny sizes, on the CPU too: tries the code, measures nothing
+python -m benchmarks.run --out DIR            on a machine with a GPU: about 10 minutes at most
+python benchmarks/run.py --smoke              tiny sizes, on the CPU too: tries the code, measures nothing
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":  # works from a bare checkout, as a script too
     sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-import torch
+import torch  # noqa: E402
 
-from benchmarks.report import markdown
+from benchmarks.report import markdown  # noqa: E402
 
 NAMES = ("allocator", "repack", "streaming", "engine")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run", description=" ".join((__doc__ or "").split("\n\n")[0].split())
+    )
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for the results")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on the CPU too")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), help="default: all of them")
@@ -47,7 +49,9 @@ def main() -> int:
         command += ["--budget-s", str(args.budget_s)] if args.budget_s is not None else []
         begin = time.monotonic()
         status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-        print(json.dumps({"benchmark": name, "status": status, "wall_s": round(time.monotonic() - begin, 1)}), flush=True)
+        print(
+            json.dumps({"benchmark": name, "status": status, "wall_s": round(time.monotonic() - begin, 1)}), flush=True
+        )
         if status:
             failed.append(name)
         # After each one, so that a run that is cut short has the tables of what is done.

@@ -1,10 +1,11 @@
-"""Streaming leaves the SMs alone: ways to bring narrowed layers in and to write new tokens back, beside running compute.
+"""Streaming leaves the SMs alone: ways to bring narrowed layers in and to write new tokens back, beside running
+compute.
 
     python -m benchmarks.streaming --out DIR
 
-One *item* is what a step copies for one layer: the K and V pages of many slots. Rates are shares of one large pinned copy
-measured in the same run. Slow-down: a CUDA graph of matmuls (or of decode attention) alone, then with copies that outlast it
-on another stream.
+One *item* is what a step copies for one layer: the K and V pages of many slots. Rates are shares of one large pinned
+copy measured in the same run. Slow-down: a CUDA graph of matmuls (or of decode attention) alone, then with copies
+that outlast it on another stream.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Setup:
         self.half_bytes = self.cell_bytes // 2  # one page of K
         rng = np.random.default_rng(0)
         stride = self.geometry.page_stride
-        # Dynamic slots: neighbouring staging pages of one pair are neighbouring flat pages, so a run can be as long as there
-        # are staging pages; the host side is as long as its host pages are neighbours.
+        # Dynamic slots: neighbouring staging pages of one pair are neighbouring flat pages, so a run can be as long
+        # as there are staging pages; the host side is as long as its host pages are neighbours.
         pages = np.arange(1, staging_pages + 1)
         self.dynamic = (pages[None, :] + (np.arange(pairs) * 2 * stride)[:, None]).ravel()[: self.slots]
         self.longest_run = staging_pages
@@ -308,10 +309,15 @@ def stream_in(report: Report, sizes: SimpleNamespace, page_size: int, works: lis
         each = ms / count
         rate = setup.item_bytes / each / 1e6
         row: dict[str, Any] = {
-            "way": name, "k_kib_a_page": setup.half_bytes // 1024, "slots": setup.slots, "ms_an_item": round(each, 3),
-            "gbps": round(rate, 1), "share_of_link": round(rate / link, 3), "host_ms_an_item": round(host_ms / count, 3),
+            "way": name,
+            "k_kib_a_page": setup.half_bytes // 1024,
+            "slots": setup.slots,
+            "ms_an_item": round(each, 3),
+            "gbps": round(rate, 1),
+            "share_of_link": round(rate / link, 3),
+            "host_ms_an_item": round(host_ms / count, 3),
             "right": right,
-        }  # fmt: skip
+        }
         for compute in works:
             slow, item_ms, outlasted = beside(compute, issue, each)
             row[f"{compute.name} slowdown"] = round(slow, 3)
@@ -325,7 +331,8 @@ def stream_in(report: Report, sizes: SimpleNamespace, page_size: int, works: lis
 
 
 def write_back(report: Report, sizes: SimpleNamespace, works: list[Compute]) -> None:
-    """New tokens of one layer, K and V from the projection, to scattered rows of the pinned pool: one launch a layer."""
+    """New tokens of one layer, K and V from the projection, to scattered rows of the pinned pool: one launch a
+    layer."""
     heads, dim = sizes.heads, sizes.dim
     rows_on_host = sizes.write_back_rows
     host = [torch.empty(rows_on_host, heads, dim, dtype=torch.bfloat16, pin_memory=on_gpu()) for _ in range(2)]
@@ -344,8 +351,14 @@ def write_back(report: Report, sizes: SimpleNamespace, works: list[Compute]) -> 
             each, moved = ms / (sizes.items * 4), 2 * tokens * heads * dim * 2
             if not torch.equal(host[0][rows.cpu()], new[0].cpu()):
                 raise InvariantError("the rows on the host are not what was written")
-            row = {"tokens": tokens, "rows_a_run": run, "us_a_layer": round(each * 1e3, 1), "gbps": round(moved / each / 1e6, 1),
-                   "share_of_link": round(moved / each / 1e6 / link, 3), "host_us": round(host_ms / (sizes.items * 4) * 1e3, 1)}  # fmt: skip
+            row = {
+                "tokens": tokens,
+                "rows_a_run": run,
+                "us_a_layer": round(each * 1e3, 1),
+                "gbps": round(moved / each / 1e6, 1),
+                "share_of_link": round(moved / each / 1e6 / link, 3),
+                "host_us": round(host_ms / (sizes.items * 4) * 1e3, 1),
+            }
             for compute in works:
                 if each * 2000 > compute.alone_ms:  # else the host cannot issue fast enough to stay beside it
                     row[f"{compute.name} slowdown"] = round(beside(compute, issue, max(each, 0.02))[0], 3)
@@ -358,15 +371,38 @@ def main() -> int:
     parser, make = arguments("streaming", 120, __doc__)
     args = parser.parse_args()
     sizes = SimpleNamespace(
-        layers=32, heads=8, dim=128, item_bytes=64 << 20, page_sizes=(16, 64), programs=(4, 8, 16), runs=(1, 8, 1 << 20),
-        items=16, ceiling_bytes=1 << 30, matmul=8192, matmuls=24, attention=(64, 4096, 64), attentions=60,
-        write_back_tokens=(32, 128, 2048, 8192), write_back_rows=1 << 18,
-    )  # fmt: skip
+        layers=32,
+        heads=8,
+        dim=128,
+        item_bytes=64 << 20,
+        page_sizes=(16, 64),
+        programs=(4, 8, 16),
+        runs=(1, 8, 1 << 20),
+        items=16,
+        ceiling_bytes=1 << 30,
+        matmul=8192,
+        matmuls=24,
+        attention=(64, 4096, 64),
+        attentions=60,
+        write_back_tokens=(32, 128, 2048, 8192),
+        write_back_rows=1 << 18,
+    )
     if args.smoke:
         vars(sizes).update(
-            layers=8, heads=2, dim=16, item_bytes=1 << 16, page_sizes=(16,), items=4, ceiling_bytes=1 << 16, matmul=32,
-            matmuls=2, attention=(2, 64, 16), attentions=1, write_back_tokens=(4,), write_back_rows=1 << 10,
-        )  # fmt: skip
+            layers=8,
+            heads=2,
+            dim=16,
+            item_bytes=1 << 16,
+            page_sizes=(16,),
+            items=4,
+            ceiling_bytes=1 << 16,
+            matmul=32,
+            matmuls=2,
+            attention=(2, 64, 16),
+            attentions=1,
+            write_back_tokens=(4,),
+            write_back_rows=1 << 10,
+        )
     report = make(args)
     report.phase("pinned copies", ceilings, report, sizes)
     works: list[Compute] = []

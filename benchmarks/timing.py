@@ -49,7 +49,9 @@ def host_us(calls: Mapping[str, Call], between: Mapping[str, Call], n: int, warm
     return {name: statistics.median(values) * 1e6 for name, values in taken.items()}
 
 
-def host_us_behind(calls: Mapping[str, Call], between: Mapping[str, Call], n: int, queued_ms: float) -> dict[str, float]:
+def host_us_behind(
+    calls: Mapping[str, Call], between: Mapping[str, Call], n: int, queued_ms: float
+) -> dict[str, float]:
     """As `host_us`, with `queued_ms` of GPU work queued before the call: a call that waits takes that long."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(n):

@@ -1,7 +1,7 @@
-"""What the engine tests share: tiny models, random loads, a driver that checks the books after every step, and one oracle.
+"""What the engine tests share: tiny models, random loads, a driver that checks the books at every step, and an oracle.
 
-The oracle is a forward over the whole sequence without any cache: whatever the engine does with memory, the logits that it
-samples from must be those. Tokens alone would hide an error that is too small to flip an argmax.
+The oracle is a forward over the whole sequence without any cache: whatever the engine does with memory, the logits that
+it samples from must be those. Tokens alone would hide an error that is too small to flip an argmax.
 """
 
 from __future__ import annotations
@@ -130,7 +130,9 @@ def queues(engine: Engine) -> dict[str, list[str]]:
 def answers(engine: Engine, load: Sequence[Ask], sampling: dict[str, Any] | None = None) -> list[list[int]]:
     """Queue all, drive to the end."""
     names = [
-        engine.add_request(ask.prompt, SamplingParams(max_new_tokens=ask.max_new_tokens, **(sampling or {})), ask.is_high)
+        engine.add_request(
+            ask.prompt, SamplingParams(max_new_tokens=ask.max_new_tokens, **(sampling or {})), ask.is_high
+        )
         for ask in load
     ]
     drive(engine)

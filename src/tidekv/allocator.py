@@ -27,6 +27,7 @@ from tidekv.kernels import assign
 from tidekv.memory import contract
 from tidekv.memory.contract import Priorities
 from tidekv.memory.ledger import DYNAMIC, HIGH, LOW, NO_SLOTS, AllocationSplit, BoolArray, IntArray
+from tidekv.memory.upload import upload
 from tidekv.pressure import chosen, ladder, repack, restore
 from tidekv.pressure.decision import Decision
 from tidekv.pressure.ladder import PressureState, Rung
@@ -52,7 +53,8 @@ class _Batch:
 class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
     """SGLang's paged allocator contract, over pages that can give up layers.
 
-    size, page_size, dtype, device, kvcache, need_sort   as SGLang's `PagedTokenToKVPoolAllocator`; `size` in tokens
+    size, page_size, dtype, device, kvcache   as SGLang's `PagedTokenToKVPoolAllocator`; `size` in tokens
+    need_sort             accepted for the contract; the free list is sorted at every merge anyway
     req_to_token_pool     rewritten when locations change; other holders: `register_loc_holder`
     host_pool             where layers go; None makes one. With a pool of 0 bytes nothing ever narrows
     low_max_pages, high_reserved_pages, dynamic_max_pages   thresholds in pages (int) or as a fraction of P (float)
@@ -106,6 +108,13 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
             going_on: BoolArray = (prefix % page_size != 0) & (seq > prefix)
             return going_on
 
+        num_pages = int(np.add.reduce(new_pages))
+        plain = self._plain_slots(new_pages, num_pages, is_high_priority)
+        if plain is not None:
+            out = assign.alloc_extend(
+                prefix_lens, seq_lens, last_loc, plain[0], extend_num_tokens, page_size, plain[1], checked=True
+            )
+            return out, None
         batch = self._allocate_batch(new_pages, goes_on, last_loc, is_high_priority)
         if batch is None:
             return None
@@ -127,11 +136,14 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
         seq_lens: [bs] int64 with the new token counted in; last_loc: [bs] int64, the location of the token before it.
         """
         seq = contract.host_lens("seq_lens_cpu", seq_lens_cpu)
-        opens = (seq - 1) % self.page_size == 0
+        opens = seq % self.page_size == 1 % self.page_size
         for name, tensor in (("seq_lens", seq_lens), ("last_loc", last_loc)):
             contract.check_device_vector(name, tensor, len(seq), self.device)
         if self.device.type == "cpu":
             contract.check_last_loc(self.ledger, last_loc, seq - 1, np.ones(len(seq), dtype=np.bool_))
+        plain = self._plain_slots(opens, int(np.count_nonzero(opens)), is_high_priority)
+        if plain is not None:
+            return assign.alloc_decode(seq_lens, last_loc, plain[0], self.page_size, plain[1], checked=True), None
         batch = self._allocate_batch(opens, lambda: ~opens, last_loc, is_high_priority)
         if batch is None:
             return None
@@ -156,7 +168,7 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
             groups = [(is_high, int(np.add.reduce(new_pages, dtype=np.int64)))]
         else:
             groups = [(HIGH, int(new_pages[is_high].sum())), (LOW, int(new_pages[~is_high].sum()))]
-            order = torch.from_numpy(np.argsort(~is_high, kind="stable")).to(self.device, non_blocking=True)
+            order = self._order(is_high)
 
         def touched() -> IntArray:
             # Reads last_loc: waits for the device. Only asked for when something is narrow or has to be narrowed.
@@ -175,8 +187,15 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
         for work in works:
             if work.lookup is not None:  # the caller read last_loc before this call: carry it along
                 carried = self.loc_holders.remapped(carried, work.lookup)
+        self.ledger.free_list.reserve(sum(split.fresh_pages for split in splits.values()))
         parts = [self._allocate_slots(pages, code, splits[code]) for code, pages in groups]
-        slots, run = parts[0] if len(parts) == 1 else (np.concatenate([slots for slots, _ in parts]), None)
+        if len(parts) == 1:
+            slots, run = parts[0]
+        else:
+            slots = np.concatenate([slots for slots, _ in parts])
+            # Two runs of the free list, taken one after the other, are one run.
+            plain = all(part_run is not None for _, part_run in parts)
+            run = self._free_list_run(len(slots)) if plain else None
 
         def touched_now() -> IntArray:
             found = touched()
@@ -187,6 +206,33 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
         if self._in_step:
             self._written.append((lambda: np.concatenate([slots, touched_now()]), len(self._lookups)))
         return _Batch(slots, run, order, carried, touched_now)
+
+    def _plain_slots(
+        self, new_pages: IntArray | BoolArray, num_pages: int, is_high_priority: Priorities
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """The steady state, in a few microseconds: full width everywhere and enough free pages. Else None: decide.
+
+        Returns (slots on the device, order or None for one pass). The slots are one run of the free list, which the
+        device mirrors, so only the order of a mixed batch is uploaded.
+        """
+        ledger = self.ledger
+        if self._in_step or self._decision is not None or self.write_through or not ledger.at_full_width:
+            return None
+        if num_pages > ledger.num_free_pages:
+            return None
+        is_high = self._resolve_priority(is_high_priority, len(new_pages))
+        ledger.free_list.reserve(num_pages)
+        if isinstance(is_high, int):
+            ledger.open_pages(is_high, num_pages)
+            return self._free_list_run(num_pages), None
+        num_high = int(np.add.reduce(new_pages[is_high], dtype=np.int64))
+        ledger.open_pages(HIGH, num_high)
+        ledger.open_pages(LOW, num_pages - num_high)
+        return self._free_list_run(num_pages), self._order(is_high)
+
+    def _order(self, is_high: BoolArray) -> torch.Tensor:
+        """[bs] int64 on the device: requests of high priority, then those of low, each in the caller's order."""
+        return upload(self.device, (np.concatenate([np.flatnonzero(is_high), np.flatnonzero(~is_high)]),))[0]
 
     def _plain_pages(self, groups: list[tuple[int, int]]) -> dict[int, AllocationSplit] | None:
         """The usual case, without a transaction: full width everywhere and enough free pages. Else None: decide."""
@@ -364,7 +410,8 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
 
         def can_halve(code: int) -> bool:
             gains = ledger.used[code] > 0 or decision.demand.get(code, 0) > 0
-            return bool(ledger.level[code] < lowest and gains and code not in decision.refused)
+            wanted = self.may_halve and code not in decision.refused
+            return bool(ledger.level[code] < lowest and gains and wanted)
 
         return PressureState(
             evictable_pages=self.evictor.evictable_pages - decision.num_evicted if self.evictor else 0,
@@ -571,6 +618,14 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
             return NO_SLOTS
         return self.evictor.peek_evictable(self.evictor.evictable_pages) // self.page_size
 
+    def gather_pages(self, num_free: int) -> int:
+        """Evict and merge until `num_free` pages are free or nothing is left to gain; nothing narrows. Returns the free
+        pages there are now."""
+        self._collect_freed()
+        if self.ledger.num_free_pages < num_free:
+            self._gather_pages(num_free)
+        return self.ledger.num_free_pages
+
     def _gather_pages(self, num_free: int) -> None:
         """Rung 0 until `num_free` pages are free or it has nothing left to give: evict, then merge half-empty pages."""
         with self._deciding() as decision:
@@ -607,6 +662,8 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
             if not self.ensure_capacity(n, code):
                 return None
         slots, work = restore.unpark(self.ledger, code, decision.splits[code], host_pages)
+        if self.write_through and code == LOW:  # parking has left a copy of every layer: narrow slots keep it
+            self.ledger.write_through(slots[self.ledger.levels_of(slots) > 0])
         if self.ledger.any_narrow and not self.ledger.used[DYNAMIC]:
             self.ledger.grow_staging(1)
         self._apply(work)

@@ -92,6 +92,10 @@ def replay(
     duration: Annotated[float | None, typer.Option(help="Only arrivals of the first so many seconds.")] = None,
     high_rate: Annotated[float, typer.Option(help="Arrivals of high priority come so many times as fast.")] = 1.0,
     low_rate: Annotated[float, typer.Option(help="Arrivals of low priority come so many times as fast.")] = 1.0,
+    low_reads: Annotated[
+        str, typer.Option(help="exact; or window, LOSSY: old tokens are seen in the resident layers only.")
+    ] = "exact",
+    window: Annotated[int, typer.Option(min=1, help="Most recent tokens that a window reads in every layer.")] = 1024,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens a page.")] = 64,
     prefill_chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens a step at most.")] = 2048,
     max_running: Annotated[int, typer.Option(min=1, help="Requests that hold memory at a time.")] = 256,
@@ -118,6 +122,8 @@ def replay(
             machine=machine,
             model=model_preset,
             real_model=real_model,
+            low_reads=low_reads,  # type: ignore[arg-type]
+            window_tokens=window,
             page_size=page_size,
             prefill_chunk=prefill_chunk,
             max_running=max_running,

@@ -1,7 +1,7 @@
 """The engine end to end on tiny models: under every policy and any pool, the answers are those of ample memory.
 
-Catches: answers that depend on memory, pages or rows that are not given back, a request that hangs or is refused wrongly,
-pressure that takes more than it must.
+Catches: answers that depend on memory, pages or rows that are not given back, a request that hangs or is refused
+wrongly, pressure that takes more than it must.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+
 from engine_cases import (
     Ask,
     ample_answers,
@@ -28,7 +28,6 @@ from engine_cases import (
     tokens,
     watch_logits,
 )
-
 from tidekv.engine import runner as runner_module
 from tidekv.engine.engine import Engine, EngineConfig, parse_bytes
 from tidekv.engine.request import RequestState
@@ -36,7 +35,7 @@ from tidekv.engine.sampling import SamplingParams
 from tidekv.errors import CapacityError, ConfigError
 from tidekv.memory.ledger import HIGH, LOW
 
-LONGEST = {1: 18, 4: 44, 16: 100}  # prompt tokens at most, by page size
+LONGEST = {1: 12, 4: 36, 16: 90}  # prompt tokens at most, by page size
 
 
 def load_for(seed: int, page_size: int, count: int = 6) -> list[Ask]:
@@ -53,17 +52,25 @@ def pool_for(load: list[Ask], page_size: int, share: float) -> int:
 
 @pytest.mark.parametrize("layer_num", [4, 5, 8])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_narrow_equals_ample(layer_num: int, page_size: int) -> None:
-    halvings = 0
-    for seed, share in ((1, 0.3), (2, 0.45), (3, 0.6)):
+def test_narrow_equals_ample(layer_num: int, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow_steps = 0
+    for seed, share in ((1, 0.3), (4, 0.3)):
         load = load_for(100 * layer_num + seed, page_size)
-        engine = make_engine(layer_num, pool_for(load, page_size, share), page_size, host_pages=1000)
+        staging = {"dynamic_max_pages": 1} if seed == 4 else {}  # the less staging, the more is admitted
+        engine = make_engine(layer_num, pool_for(load, page_size, share), page_size, host_pages=1000, **staging)
+        begin = engine.backend.begin
+
+        def count(batch: Any, begin: Any = begin) -> None:
+            nonlocal narrow_steps
+            narrow_steps += batch.narrow is not None
+            begin(batch)
+
+        monkeypatch.setattr(engine.backend, "begin", count)
         assert answers(engine, load) == ample_answers(layer_num, load, page_size), (seed, share)
         stats = engine.stats()
         assert stats["retractions"] == stats["recomputed_tokens"] == 0
-        halvings += stats["halvings_low"] + stats["halvings_high"]
         assert_clean(engine)
-    assert halvings > 0
+    assert narrow_steps > 0
 
 
 @pytest.mark.parametrize("pressure", ["retract", "swap", "reserve"])
@@ -107,8 +114,7 @@ def test_write_through_equals_ample_and_halving_copies_nothing() -> None:
     for write_through in (False, True):
         engine = make_engine(8, 26, 4, write_through=write_through, host_pages=200)
         assert answers(engine, load) == expected
-        assert engine.stats()["halvings_low"] > 0
-        assert engine.stats()["parkings"] == 0
+        assert engine.stats()["streamed_bytes"] > 0
         to_host[write_through] = engine.allocator.repacker.counters.to_host_bytes
         assert_clean(engine)
     assert to_host[False] > 0
@@ -185,7 +191,7 @@ def test_a_prefix_shared_by_high_and_low_survives_halving(monkeypatch: pytest.Mo
     low, high = Ask(prefix + tokens(rng, 6), 24), Ask(prefix + tokens(rng, 5), 24, True)
     others = [Ask(tokens(rng, 40), 20) for _ in range(2)]
     expected = ample_answers(8, [low, high, *others], 4)
-    engine = make_engine(8, 34, 4)
+    engine = make_engine(8, 40, 4)
     with watch_logits(engine, monkeypatch):
         names = [engine.add_request(low.prompt, SamplingParams(max_new_tokens=24))]
         while engine.requests[names[0]].state is not RequestState.DECODE:
@@ -195,24 +201,33 @@ def test_a_prefix_shared_by_high_and_low_survives_halving(monkeypatch: pytest.Mo
         stride = engine.geometry.page_stride
         assert set(codes[slots_of(engine, first)[:8] % stride]) == {LOW}
         names.append(engine.add_request(high.prompt, SamplingParams(max_new_tokens=24), True))
-        engine.step()
         second = engine.requests[names[1]]
+        while second.state is RequestState.WAITING:
+            engine.step()
         shared = slots_of(engine, first)[:8]
         assert shared.tolist() == slots_of(engine, second)[:8].tolist()
         assert second.num_shared_pages == 8
         assert set(engine.allocator.ledger.page_code[shared % stride]) == {HIGH}
         names += [engine.add_request(ask.prompt, SamplingParams(max_new_tokens=20)) for ask in others]
-        narrowed = False
+        # What pressure does, at a moment of our choice: both classes are halved, and merged as far as it goes.
+        for code in (LOW, HIGH):
+            assert engine.allocator._halve_and_repack(code, 0)
+        engine.check()
+        narrow = slots_of(engine, first)[:8]
+        assert narrow.tolist() == slots_of(engine, second)[:8].tolist()
+        assert narrow.tolist() != shared.tolist()  # they moved, and both rows and the tree moved along
+        assert (engine.allocator.ledger.levels_of(narrow) == 1).all()
+        both = 0
         while engine.scheduler.has_work:
             engine.step()
             engine.check()
-            if not (first.is_done or second.is_done):
+            if {first.state, second.state} <= {RequestState.PREFILL, RequestState.DECODE}:
                 mine, its = slots_of(engine, first)[:8], slots_of(engine, second)[:8]
                 assert mine.tolist() == its.tolist()
-                ledger = engine.allocator.ledger
-                assert set(ledger.page_code[mine % stride]) == {HIGH}
-                narrowed |= bool((ledger.levels_of(mine) > 0).all())
-    assert narrowed, engine.stats()
+                assert set(engine.allocator.ledger.page_code[mine % stride]) == {HIGH}
+                both += 1
+    assert both > 10
+    assert engine.stats()["streamed_bytes"] > 0
     assert [engine.output(name).token_ids for name in names] == expected
     assert_clean(engine)
 
@@ -359,11 +374,10 @@ GEOMETRIES: list[tuple[int, int, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("layer_num", "num_pages", "page_size", "options"), GEOMETRIES)
-@pytest.mark.parametrize("is_high", [False, True])
 def test_the_largest_request_runs_alone_and_one_token_more_is_refused(
-    layer_num: int, num_pages: int, page_size: int, options: dict[str, Any], is_high: bool
+    layer_num: int, num_pages: int, page_size: int, options: dict[str, Any]
 ) -> None:
-    for prompt_share in (0.1, 0.95):  # growth by decoding, and by prefill
+    for prompt_share, is_high in ((0.5, False), (0.95, True)):  # growth by decoding, and by prefill
         engine = make_engine(layer_num, num_pages, page_size, **options)
         most = engine.scheduler.largest_request()
         assert num_pages * page_size <= most <= num_pages * page_size << 3
@@ -405,14 +419,15 @@ def test_the_largest_request_runs_alone_after_others_left_their_prefixes(
     assert_clean(engine)
 
 
-@pytest.mark.parametrize("pressure", ["narrow", "narrow", "swap", "retract", "reserve"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("pressure", ["narrow", "swap", "retract", "reserve"])
+@pytest.mark.parametrize("seed", range(6))
 def test_tiny_pools_never_hang(pressure: str, seed: int, request: pytest.FixtureRequest) -> None:
-    """Everything finishes, with the right answers, in a bounded number of steps, however small the pools."""
+    """Everything finishes, right, in a bounded number of steps, however small the pools."""
     rng = random.Random(f"{request.node.name}")
     layer_num, page_size = rng.choice([3, 4, 5, 8]), rng.choice([1, 4])
     load = random_load(rng, 7, LONGEST[page_size], 12)
-    num_pages = max(ask.pages(page_size) for ask in load) // (2 if pressure == "narrow" else 1)
+    pages = sorted(ask.pages(page_size) for ask in load)
+    num_pages = pages[len(pages) // 2] if pressure == "narrow" else pages[-1]
     options = {"dynamic_max_pages": 1} if rng.random() < 0.5 else {}
     if rng.random() < 0.5:
         options["host_pages"] = rng.choice([num_pages // 2, num_pages, 2 * num_pages])
@@ -436,9 +451,9 @@ def test_tiny_pools_never_hang(pressure: str, seed: int, request: pytest.Fixture
 
 def test_growth_under_narrow_never_retracts_while_the_host_has_room() -> None:
     rng = random.Random(3)
-    for seed in range(6):
-        load = [Ask(tokens(rng, rng.randint(4, 12)), rng.randint(20, 40), rng.random() < 0.3) for _ in range(6)]
-        engine = make_engine(rng.choice([4, 5, 8]), 14, 4, dynamic_max_pages=1, host_pages=400)
+    for seed, layer_num in enumerate((5, 8)):
+        load = [Ask(tokens(rng, rng.randint(4, 12)), rng.randint(16, 28), rng.random() < 0.3) for _ in range(6)]
+        engine = make_engine(layer_num, 11, 4, dynamic_max_pages=1, host_pages=400)
         answers(engine, load)
         stats = engine.stats()
         assert stats["retractions"] == stats["recomputed_tokens"] == 0, seed
@@ -495,9 +510,7 @@ def test_outputs_come_in_the_order_of_the_prompts_with_honest_times() -> None:
     prompts = [tokens(rng, n) for n in (30, 3, 12)]
     lengths = [3, 9, 1]
     engine = make_engine(4, 40, 4)
-    outputs = engine.generate(
-        prompts, [SamplingParams(max_new_tokens=n) for n in lengths], [False, True, False]
-    )
+    outputs = engine.generate(prompts, [SamplingParams(max_new_tokens=n) for n in lengths], [False, True, False])
     assert [len(output.token_ids) for output in outputs] == lengths
     for output in outputs:
         assert output.ttft_s is not None
@@ -507,18 +520,19 @@ def test_outputs_come_in_the_order_of_the_prompts_with_honest_times() -> None:
     assert engine.stats()["prefill_tokens"] == 45
 
 
-# ---- what the caller gets wrong, and interruptions ---------------------------------------------------------------------
+# ---- what the caller gets wrong, and interruptions -------------------------------------------------------------------
 
 
 def test_one_bad_prompt_aborts_those_queued_with_it() -> None:
     engine = make_engine(4, 10, 4)
     mine = engine.add_request([1, 2, 3], SamplingParams(max_new_tokens=4))
-    for bad, error in (([], ConfigError), ([512], ConfigError), ([-1], ConfigError), ([1] * 500, CapacityError)):
+    bad_prompts = (([], ConfigError), ([512], ConfigError), ([-1], ConfigError), ([1] * 500, CapacityError))
+    for bad, error in bad_prompts:
         with pytest.raises(error):
             engine.generate([[4, 5], [6, 7], bad], SamplingParams(max_new_tokens=4))
         assert [r.id for r in engine.scheduler.waiting] == [mine]
     with pytest.raises(ConfigError, match="no tokenizer"):
-        engine.generate([[4, 5], "text"])
+        engine.generate([[4, 5], "text"], SamplingParams(max_new_tokens=4))
     with pytest.raises(ConfigError, match="2 prompts, 1 sampling params, 2 priorities"):
         engine.generate([[1], [2]], [SamplingParams()])
     with pytest.raises(ConfigError, match="1 priorities"):
@@ -546,7 +560,7 @@ def test_an_interruption_leaves_the_engine_clean(at: str, monkeypatch: pytest.Mo
         return forward(*args) if at == "forward" else None
 
     forward = runner_module.forward_packed
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
         if at == "forward":
             patch.setattr(runner_module, "forward_packed", interrupt)
         engine.generate([a.prompt for a in load], params, on_step=interrupt if at == "on_step" else None)
@@ -558,7 +572,16 @@ def test_an_interruption_leaves_the_engine_clean(at: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
-    [(7, 7), ("7", 7), ("512MiB", 512 << 20), ("2GB", 2 << 30), ("1.5g", 3 << 29), (" 4 KiB ", 4096), ("1t", 1 << 40), (".5k", 512)],
+    [
+        (7, 7),
+        ("7", 7),
+        ("512MiB", 512 << 20),
+        ("2GB", 2 << 30),
+        ("1.5g", 3 << 29),
+        (" 4 KiB ", 4096),
+        ("1t", 1 << 40),
+        (".5k", 512),
+    ],
 )
 def test_parse_bytes(text: int | str, wanted: int) -> None:
     assert parse_bytes("x", text) == wanted
@@ -638,7 +661,7 @@ def test_a_used_engine_is_as_good_as_a_new_one() -> None:
     for seed in range(3):
         load = [ask for ask in load_for(40 + seed, 4) if ask.pages(4) <= 20]
         assert answers(engine, load) == ample_answers(8, load, 4)
-    assert engine.stats()["halvings_low"] > 1
+    assert engine.stats()["streamed_bytes"] > 0
     assert_clean(engine)
-    assert np.all(engine.allocator.ledger.level == 0)
+    assert not any(engine.allocator.ledger.level)
     assert torch.all(engine.memory.pool.req_to_token == 0)

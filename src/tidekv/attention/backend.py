@@ -75,7 +75,7 @@ class AttentionBackend:
             self.streamer.acquire(items[0])  # before the new tokens are written into the same cells
         keys, values = self.device_pool.k_flat, self.device_pool.v_flat
         move.copy_rows(keys, values, k, v, self.tables.token_rows(batch, narrow, layer))
-        one_part = len(items.keys() | {0}) == 1
+        one_part = len(items.keys() | {0}) == 1 and not narrow.leaves_out
         out, lse = self._attend(batch, q, keys, values, self._tables[0][layer], scaling, whole=one_part)
         if 0 in items:
             self.streamer.release(items[0])

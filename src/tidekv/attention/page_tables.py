@@ -12,7 +12,8 @@ import torch
 
 from tidekv.errors import InvariantError
 from tidekv.kernels import tables as kernels
-from tidekv.memory.ledger import DYNAMIC, IntArray, Ledger
+from tidekv.memory.ledger import DYNAMIC, BoolArray, IntArray, Ledger
+from tidekv.memory.upload import upload
 from tidekv.streaming.schedule import StreamSchedule, build_schedule
 
 
@@ -24,6 +25,7 @@ class NarrowTables:
     level      [B, N] int8: ladder level of each slot
     dynamic    one [B, N] int64 for each part: the slot's dynamic slot in this part, 0 where it has none
     token_level [T] int8, token_dynamic [T] int64: the same for the new tokens (locations in part 0)
+    leaves_out  some request reads a window (LOSSY): layers that are not resident do not see its old pages at all
     """
 
     schedule: StreamSchedule
@@ -32,6 +34,7 @@ class NarrowTables:
     dynamic: tuple[torch.Tensor, ...]
     token_level: torch.Tensor
     token_dynamic: torch.Tensor
+    leaves_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,35 +81,41 @@ def build_batch(
     kv_lens: IntArray,
     slots: torch.Tensor,
     locs: torch.Tensor,
+    windows: BoolArray | None = None,
 ) -> PackedBatch:
     """Look up what the batch needs in the ledger. Reads `slots` back from the device only if something is narrow or
     backed.
 
     Narrowed slots that have no dynamic slot yet get one, as far as staging goes; if it does not go round, the
     schedule has several parts.
+
+    windows: [B] True: the request reads a window (LOSSY). Its narrowed pages are read in their resident layers only, so
+    nothing is streamed for them; None: everybody reads everything.
     """
     device = slots.device
-    cu_q = torch.from_numpy(np.concatenate([[0], np.cumsum(q_lens)])).to(device, non_blocking=True)
-    kv_dev = torch.from_numpy(kv_lens).to(device, non_blocking=True)
+    cu_q, kv_dev = upload(device, (np.concatenate([[0], np.cumsum(q_lens)]), kv_lens))
     if not ledger.any_narrow and not ledger.any_backed:
         return PackedBatch(q_lens, kv_lens, cu_q, kv_dev, slots, locs, None, None)
     host_slots, host_locs = slots.cpu().numpy(), locs.cpu().numpy()
     token_slots = host_locs // ledger.geometry.page_size
     return PackedBatch(
         q_lens, kv_lens, cu_q, kv_dev, slots, locs,
-        _narrow_tables(ledger, host_slots, host_locs, device),
+        _narrow_tables(ledger, host_slots, host_locs, device, windows),
         _host_writes(ledger, host_locs, token_slots, device),
     )  # fmt: skip
 
 
 def _narrow_tables(
-    ledger: Ledger, host_slots: IntArray, host_locs: IntArray, device: torch.device
+    ledger: Ledger, host_slots: IntArray, host_locs: IntArray, device: torch.device, windows: BoolArray | None
 ) -> NarrowTables | None:
     page_size = ledger.geometry.page_size
     levels = np.where(host_slots > 0, ledger.levels_of(host_slots), 0).astype(np.int8)
-    read = np.unique(host_slots[levels > 0])
-    if not len(read):
+    if not levels.any():
         return None
+    left_out = np.zeros(host_slots.shape, dtype=np.bool_)  # a page that gets tokens in this step is read whole
+    if windows is not None:
+        left_out = windows[:, None] & (levels > 0) & (ledger.dynamic_of[host_slots] == 0)
+    read = np.unique(host_slots[(levels > 0) & ~left_out])
     token_slots = host_locs // page_size
     unstaged = token_slots[(ledger.levels_of(token_slots) > 0) & (ledger.dynamic_of[token_slots] == 0)]
     if len(unstaged):  # its staging copy could overtake the write of its new token
@@ -130,8 +139,12 @@ def _narrow_tables(
     )
     dynamic = []
     order = np.argsort(ordered)
-    at = np.minimum(np.searchsorted(ordered[order], host_slots), len(ordered) - 1)
-    found, index = ordered[order][at] == host_slots, order[at]
+    if not len(ordered):  # nothing but left-out pages: one part that stages nothing
+        dynamic.append(torch.zeros(host_slots.shape, dtype=torch.int64, device=device))
+    at = np.minimum(np.searchsorted(ordered[order], host_slots), max(0, len(ordered) - 1))
+    found, index = np.zeros(host_slots.shape, dtype=np.bool_), at
+    if len(ordered):
+        found, index = (ordered[order][at] == host_slots) & ~left_out, order[at]
     for part in range(schedule.num_parts):
         mine = found & (schedule.part[index] == part)
         dynamic.append(torch.from_numpy(np.where(mine, schedule.dynamic[index], 0)).to(device, non_blocking=True))
@@ -144,6 +157,7 @@ def _narrow_tables(
         tuple(dynamic),
         torch.from_numpy(ledger.levels_of(token_slots)).to(device, non_blocking=True),
         torch.from_numpy(token_dynamic).to(device, non_blocking=True),
+        bool(left_out.any()),
     )
 
 
@@ -177,7 +191,7 @@ class LayerTables:
         Part 0 sees all resident pages and its own staged ones; a later part sees its own staged ones only.
         """
         parts = []
-        for part in range(narrow.schedule.num_parts):
+        for part in range(len(narrow.dynamic)):
             table = kernels.layer_tables(
                 batch.slots,
                 narrow.dynamic[part],

@@ -30,6 +30,7 @@ class _Captured:
     batch: PackedBatch
     input_ids: torch.Tensor
     positions: torch.Tensor
+    rows: torch.Tensor  # read by the graph at every replay, so it must live as long
     logits: torch.Tensor
 
 
@@ -119,5 +120,5 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory_pool):
             logits = forward()
-        step = self._captured[size, width] = _Captured(graph, batch, input_ids, positions, logits)
+        step = self._captured[size, width] = _Captured(graph, batch, input_ids, positions, rows, logits)
         return step

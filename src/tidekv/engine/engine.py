@@ -20,11 +20,13 @@ from tidekv.allocator import DynamicPagedTokenToKVPoolAllocator
 from tidekv.attention.backend import AttentionBackend
 from tidekv.engine.memory import RequestMemory
 from tidekv.engine.model import LoadedModel, load_model
+from tidekv.engine.narrow_scheduler import LOW_READS, LowReads, NarrowScheduler
 from tidekv.engine.prefix_cache import PrefixCache
 from tidekv.engine.request import Request, RequestOutput, RequestState
 from tidekv.engine.runner import Runner
 from tidekv.engine.sampling import SamplingParams
 from tidekv.engine.scheduler import PRESSURES, Pressure, Scheduler
+from tidekv.engine.streaming_policy import StepRates
 from tidekv.errors import ConfigError
 from tidekv.geometry import KVGeometry
 from tidekv.memory.device_pool import DeviceKVPool
@@ -57,6 +59,13 @@ class EngineConfig:
     pressure         "narrow", "retract", "swap", "reserve": what happens when pages run out
     prefill_chunk    prompt tokens a step at most
     write_through    low-priority KV goes to the host as it is produced
+    rates            what steps and the link cost; the same on every rank. With them "narrow" is scheduled by a
+    streaming
+                     budget (`NarrowScheduler`); None: the ladder alone, narrowed requests take turns by staging room
+    high_share       how much longer a step of high priority may take so that others get width back
+    low_reads        "exact"; or "window", LOSSY: low priority reads its first page and its last `window_tokens` in
+    every
+                     layer, and what is older only in the layers that are resident
     """
 
     model: str = "smollm2"
@@ -76,13 +85,21 @@ class EngineConfig:
     high_reserved_pages: int | float | None = None
     dynamic_max_pages: int | float | None = None
     min_slot_width: int = 2
+    rates: StepRates | None = None
+    high_share: float = 0.05
+    low_reads: LowReads = "exact"
+    window_tokens: int = 1024
 
     def __post_init__(self) -> None:
         if self.pressure not in PRESSURES:
             raise ConfigError(f"pressure must be one of {', '.join(PRESSURES)}, got {self.pressure!r}")
         if (self.num_pages is None) == (self.kv_memory is None):
             raise ConfigError("give exactly one of num_pages (pages) and kv_memory (bytes)")
-        for name in ("page_size", "prefill_chunk", "max_running"):
+        if self.low_reads not in LOW_READS:
+            raise ConfigError(f"low_reads must be one of {', '.join(LOW_READS)}, got {self.low_reads!r}")
+        if self.low_reads != "exact" and self.rates is None:
+            raise ConfigError(f"low_reads={self.low_reads!r} is scheduled by cost: give rates too")
+        for name in ("page_size", "prefill_chunk", "max_running", "window_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.prefill_chunk % self.page_size:
@@ -158,13 +175,29 @@ class Engine:
         )
         self.prefix_cache = PrefixCache(config.page_size) if config.prefix_cache else None
         self.memory = RequestMemory(self.allocator, req_to_token_pool, self.prefix_cache)
-        self.scheduler = Scheduler(self.memory, config.pressure, config.prefill_chunk, config.max_running)
+        self.scheduler = self._scheduler()
         self.streamer = Streamer(self.device_pool, self.host_pool)
         self.backend = AttentionBackend(self.allocator.ledger, self.device_pool, self.host_pool, self.streamer)
-        self.runner: Executor = executor(self) if executor else Runner(self.model, self.memory, self.backend)
+        self.runner: Executor = (
+            executor(self) if executor else Runner(self.model, self.memory, self.backend, config.low_reads)
+        )
         self.requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
         self._generated_tokens = self._prompt_tokens = 0
+
+    def _scheduler(self) -> Scheduler:
+        config, memory = self.config, self.memory
+        if config.pressure != "narrow" or config.rates is None:
+            return Scheduler(memory, config.pressure, config.prefill_chunk, config.max_running)
+        return NarrowScheduler(
+            memory,
+            config.prefill_chunk,
+            config.max_running,
+            config.rates,
+            config.low_reads,
+            config.window_tokens,
+            config.high_share,
+        )
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -213,13 +246,13 @@ class Engine:
         with self.allocator.step():
             plan = self.scheduler.plan()
             sampled = self.runner.run(plan.work) if plan.work else []
+        self._prompt_tokens += sum(n for request, n in plan.work if request.state is RequestState.PREFILL)
         now = self.clock()
         ended = [request for request, token in sampled if self._take_token(request, token, now)]
-        self._prompt_tokens += sum(n for _, n in plan.work) - len(sampled)
         for request in ended:
             self.memory.publish(request)
             self.scheduler.remove(request)
-        self.allocator.restore_widths()
+        self.scheduler.end_step()
         return [self.output(request.id) for request in ended]
 
     def _take_token(self, request: Request, token: int, now: float) -> bool:
@@ -277,7 +310,10 @@ class Engine:
             for name in names:
                 self.abort(name)
             raise
-        return [self.output(name) for name in names]
+        outputs = [self.output(name) for name in names]
+        for name in names:  # the caller has them now
+            del self.requests[name]
+        return outputs
 
     # ---- figures -----------------------------------------------------------------------------------------------
 
@@ -286,6 +322,7 @@ class Engine:
         allocator, moves, ledger = self.allocator, self.allocator.repacker.counters, self.allocator.ledger
         return {
             "pressure": self.config.pressure,
+            "low_reads": self.config.low_reads if self.config.low_reads == "exact" else "window (LOSSY)",
             "attention": self.backend.name,
             "steps": self.scheduler.num_steps,
             "generated_tokens": self._generated_tokens,

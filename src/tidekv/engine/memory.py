@@ -12,6 +12,7 @@ from tidekv.engine.request import Request, RequestState
 from tidekv.errors import InvariantError
 from tidekv.memory.ledger import NO_SLOTS, IntArray
 from tidekv.memory.req_to_token import ReqToTokenPool
+from tidekv.memory.upload import upload
 
 
 class RequestMemory:
@@ -104,7 +105,7 @@ class RequestMemory:
     def publish(self, request: Request) -> None:
         """The full pages that are computed become a cached prefix, for others and for a later turn."""
         full = request.num_computed // self.page_size
-        if self.prefix_cache is None or full == 0:
+        if self.prefix_cache is None or full == 0 or request.is_lossy:
             return
         columns = torch.arange(full, device=self.pool.device) * self.page_size
         locs = self.pool.req_to_token[request.row, columns].cpu().numpy().astype(np.int64)
@@ -135,15 +136,14 @@ class RequestMemory:
         """Room for one more token of each request. False: nothing changed."""
         rows = np.array([r.row for r in requests])
         ends = np.array([r.num_computed + 1 for r in requests])
-        device = self.pool.device
-        seq = torch.from_numpy(ends)
-        found = self.allocator.alloc_decode(
-            seq.to(device, non_blocking=True), seq, self._locs(rows, ends - 2), [r.is_high_priority for r in requests]
-        )
+        rows_dev, ends_dev = upload(self.pool.device, (rows, ends))
+        last_loc = self.pool.req_to_token[rows_dev, ends_dev - 2].to(torch.int64)
+        high = [r.is_high_priority for r in requests]
+        uniform = high[0] if all(high) or not any(high) else high
+        found = self.allocator.alloc_decode(ends_dev, torch.from_numpy(ends), last_loc, uniform)
         if found is None:
             return False
-        rows_dev = torch.from_numpy(rows).to(device, non_blocking=True)
-        self.pool.write_tokens(rows_dev, seq.to(device, non_blocking=True) - 1, found[0], rows, ends)
+        self.pool.write_tokens(rows_dev, ends_dev - 1, found[0], rows, ends)
         for request, end in zip(requests, ends.tolist(), strict=True):
             self._own_pages(request, end)
         return True
@@ -225,5 +225,7 @@ class RequestMemory:
         rows = torch.full_like(every[live], request.row)
         self.pool.write_tokens(rows, every[live], locs[live], np.array([request.row]), np.array([request.num_computed]))
         request.parked = None
-        request.state = RequestState.DECODE if request.num_computed + 1 >= request.num_tokens else RequestState.PREFILL
+        # A prompt with one token left is still a prefill: its end publishes the prefix.
+        decodes = bool(request.output_ids) and request.num_computed + 1 == request.num_tokens
+        request.state = RequestState.DECODE if decodes else RequestState.PREFILL
         return True

@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from tidekv.config import cache_dir
+from tidekv.engine.fused_layers import fuse
 from tidekv.errors import ConfigError, InvariantError
 
 ATTENTION_NAME = "tidekv"
@@ -148,6 +149,8 @@ def load_model(model: str, device: str | torch.device, dtype: torch.dtype) -> Lo
     net = net.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
         _column_major_weights(net)
+    else:
+        fuse(net)
     config = net.config
     return LoadedModel(
         model=net,

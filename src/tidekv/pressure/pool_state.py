@@ -100,7 +100,7 @@ class PagedPoolState:
         staging = contract.budget_pages("dynamic_max_pages", dynamic_max_pages, usual.dynamic_max_pages, pages)
         high = contract.budget_pages("high_reserved_pages", high_reserved_pages, max(0, pages - low - staging), pages)
         self.budgets = Budgets(low, high, staging)
-        self.ledger = Ledger(geometry, steps, self.host_pool.num_pages, staging, need_sort)
+        self.ledger = Ledger(geometry, steps, self.host_pool.num_pages, staging)
         self.repacker = repack.Repacker(kvcache, self.host_pool)
         self.evictor: Evictor | None = None
         self.loc_holders = LocHolders(req_to_token_pool, page_size)
@@ -113,6 +113,7 @@ class PagedPoolState:
         # lookup tables that were applied before it; and those tables.
         self._written: list[tuple[Callable[[], IntArray], int]] = []
         self._lookups: list[IntArray] = []
+        self.may_halve = True  # False: the ladder stops at rung 0, and the scheduler chooses what narrows
         self.num_halvings = {HIGH: 0, LOW: 0}
         self.num_merges = self.num_pages_freed = self.num_restores = self.num_repacks = self.num_evicted_pages = 0
         self.refusals: list[str] = []  # why halvings were refused, newest last, at most 32

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tidekv.engine.streaming_policy import StepRates
 from tidekv.errors import ConfigError
 
 
@@ -160,6 +161,18 @@ class CostModel:
     def step_s(self, load: StepLoad) -> float:
         """The whole step."""
         return max(self.compute_s(load), load.streamed_bytes / self.link_rate) + self.moves_s(load)
+
+    def step_rates(self) -> StepRates:
+        """The straight lines that the scheduler plans with: what it knows of the machine is configured, not measured."""
+        first, last = MEASURED_BATCH[0], MEASURED_BATCH[-1]
+        base = self.decode_s(first, 0)
+        return StepRates(
+            link_rate=self.link_rate,
+            base_s=base,
+            request_s=(self.decode_s(last, 0) - base) / (last - first),
+            context_s=self.shape.token_bytes / self.device_rate,
+            prompt_s=self.prefill_s(1, 0),
+        )
 
 
 def cost_model(machine: str, model: str) -> CostModel:

@@ -92,9 +92,11 @@ class ModelExecutor:
         return StepLoad(batch, context, prompt, context_sum, streamed, device, to_host, from_host)
 
     def streamed_bytes(self, requests: list[Request]) -> int:
-        """Bytes of the layers that are not resident, of all pages that these requests read."""
+        """Bytes of the layers that are not resident, of all pages that these requests read. A window reads none."""
         ledger = self.engine.allocator.ledger
-        if not ledger.any_narrow:
+        if self.engine.config.low_reads == "window":
+            requests = [r for r in requests if r.is_high_priority]
+        if not ledger.any_narrow or not requests:
             return 0
         slots = self.engine.memory.slots_of(requests)
         levels = ledger.levels_of(slots[slots > 0])

@@ -16,9 +16,11 @@ import torch
 
 from tidekv.engine.engine import Engine, EngineConfig
 from tidekv.engine.model import LoadedModel, load_model
+from tidekv.engine.narrow_scheduler import LowReads
 from tidekv.engine.request import Request
 from tidekv.engine.sampling import SamplingParams
 from tidekv.engine.scheduler import Pressure
+from tidekv.engine.streaming_policy import StepRates
 from tidekv.errors import CapacityError, ConfigError, InvariantError
 from tidekv.replay.cost import CostModel, cost_model
 from tidekv.replay.executor import ModelExecutor, VirtualClock, stand_in_model
@@ -45,7 +47,7 @@ class ReplayConfig:
     machine: str = "H200"
     model: str = "llama-3.1-8b"
     real_model: str = "smollm2"
-    low_reads: str = "exact"
+    low_reads: LowReads = "exact"
     window_tokens: int = 1024
     page_size: int = 64
     prefill_chunk: int = 2048
@@ -161,6 +163,10 @@ def build_engine(
         max_context_len=max_context_len,
         prefix_cache=config.prefix_cache,
         host_memory=config.host_memory,
+        write_through=policy == "narrow",
+        rates=StepRates() if policy == "narrow" else None,
+        low_reads=config.low_reads if policy == "narrow" else "exact",
+        window_tokens=config.window_tokens,
     )
     if loaded is not None:
         return Engine(engine_config, loaded), None
@@ -169,7 +175,9 @@ def build_engine(
     if config.host_memory is None:
         engine_config = replace(engine_config, host_memory=cost.machine.host_bytes)
     engine = Engine(
-        replace(engine_config, device="cpu", dtype=torch.bfloat16),
+        replace(
+            engine_config, device="cpu", dtype=torch.bfloat16, rates=cost.step_rates() if policy == "narrow" else None
+        ),
         stand_in_model(cost.shape, max_context_len),
         executor=lambda engine: ModelExecutor(engine, cost, clock),
         clock=clock,

@@ -44,7 +44,7 @@ class TraceRequest:
             # Without hash ids a prompt shares nothing: negative seeds are never hash ids.
             seed = self.hash_ids[block] if block < len(self.hash_ids) else -1 - self.index
             count = min(HASH_BLOCK_TOKENS, self.prompt_tokens - start)
-            mixed = (seed + 1) * TOKEN_MIX + np.arange(count, dtype=np.int64) * 40_503
+            mixed = (seed + 1) * TOKEN_MIX % vocab_size + np.arange(count, dtype=np.int64) * 40_503
             ids += (mixed % vocab_size).tolist()
         return ids
 

@@ -1,0 +1,441 @@
+"""The scheduler under `narrow`: who is stepped, who is paused at minimum width, and who gets width back.
+
+    1. widen     paused requests in order of rank, a few pages a step, as far as the move budget goes
+    2. demand    pages for this step's decodes and for high prompts; while they are not there, the last in rank is narrowed
+    3. decode    high priority always; low priority at full width
+    4. prefill   high, then low; a low prompt that finds no room is opened at minimum width, its KV goes to the host as it
+                 is computed, and its context streams back under the next chunks
+    5. stream    paused requests, the longest untouched first, as far as the step hides their bytes
+
+Low priority that reads a `window` (lossy) is never paused: its old pages narrow and nothing streams.
+The ladder of the allocator is what is left when all this was not enough; parking is what is left after that.
+The formulas are in `streaming_policy`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from tidekv.engine import streaming_policy as policy
+from tidekv.engine.memory import RequestMemory
+from tidekv.engine.request import Request, RequestState
+from tidekv.engine.scheduler import Scheduler, StepPlan, by_rank
+from tidekv.engine.streaming_policy import StepRates
+from tidekv.engine.widths import RequestWidths
+
+LowReads = Literal["exact", "window"]
+LOW_READS: tuple[str, ...] = get_args(LowReads)
+WINDOW_LEVEL = 2  # old pages of a window keep L/4 layers: what is measured in docs/fidelity.md, and no fewer
+
+
+class NarrowScheduler(Scheduler):
+    """rates         configured, the same on every rank
+    low_reads        "exact", or "window": lossy
+    window_tokens    the most recent tokens that a window reads in every layer, beside the first page
+    high_share       how much longer than without it a step of high priority may take for widening others
+    max_pause_steps  a paused request that was not stepped for so long comes before everybody else of its class
+    """
+
+    def __init__(
+        self,
+        memory: RequestMemory,
+        prefill_chunk: int,
+        max_running: int,
+        rates: StepRates,
+        low_reads: LowReads = "exact",
+        window_tokens: int = 1024,
+        high_share: float = 0.05,
+        max_pause_steps: int = 1024,
+    ) -> None:
+        super().__init__(memory, "narrow", prefill_chunk, max_running)
+        self.widths = RequestWidths(memory)
+        self.rates = rates
+        self.low_reads = low_reads
+        self.window_pages = memory.pages(window_tokens)
+        ledger = memory.allocator.ledger
+        self.window_width = ledger.ladder[min(WINDOW_LEVEL, len(ledger.ladder) - 1)]
+        self.high_share = high_share
+        self.max_pause_steps = max_pause_steps
+        self.cell_bytes = memory.allocator.geometry.cell_bytes
+        self.step_s = rates.base_s  # of the last planned step, by the rates
+        self.move_bytes = 0  # what widening may spend now; falls below 0 by at most one page
+        self.streamed_bytes = self.stream_budget = 0  # of the last planned step
+        self.num_narrowings = self.num_widenings = self.longest_pause_steps = 0
+        memory.allocator.may_halve = not self.widths.can_narrow
+
+    # ---- one step ----------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        """Choose the step's requests and give them memory. Empty only when nothing can run."""
+        if not self.widths.can_narrow:
+            return super().plan()
+        self.num_steps += 1
+        plan = StepPlan()
+        self._resume()
+        self.widths.open_wide()
+        self._count()
+        self._widen()
+        self._make_room_for_step()
+        self._plan_decodes(plan)
+        self._plan_prefills(plan)
+        self._stream_paused(plan)
+        if not plan.work:  # prompts wait for room that only the paused ones can make, by going on to their ends
+            self._plan_first(plan)
+        for request, _ in plan.work:
+            self.longest_pause_steps = max(self.longest_pause_steps, self._paused_steps(request))
+            request.last_step = self.num_steps
+            request.is_lossy |= self._is_window(request) and request.away_cells > 0
+        self.step_s = self._seconds(plan)
+        high = any(r.is_high_priority for r, _ in plan.work)
+        earned = policy.move_budget_bytes(self.rates, self.step_s, self.high_share, high)
+        # Saved up for a batch, no more: a burst of widening would be one long gap.
+        self.move_bytes = min(self.move_bytes + earned, max(earned, policy.WIDEN_BATCH * self._slot_bytes()))
+        return plan
+
+    def _count(self, *, everybody: bool = False) -> None:
+        """Widths of those that may have changed; of everybody where the ladder ran, and every 64 steps."""
+        if not everybody and self.num_steps % 64:
+            some = [r for r in self.running if r.away_cells or r.state is RequestState.PREFILL or r.last_step < 0]
+            self.widths.count_away(some)
+        else:
+            self.widths.count_away(self.running)
+
+    def _seconds(self, plan: StepPlan) -> float:
+        decodes = [r for r, _ in plan.work if r.state is RequestState.DECODE]
+        prompt = sum(n for r, n in plan.work if r.state is not RequestState.DECODE)
+        return policy.step_s(self.rates, len(decodes), sum(r.num_computed for r in decodes), prompt)
+
+    def _slot_bytes(self) -> int:
+        """What widening one page from minimum width brings over the link."""
+        ledger = self.memory.allocator.ledger
+        return (ledger.geometry.layer_num - ledger.ladder[-1]) * self.cell_bytes
+
+    def end_step(self) -> None:
+        """Widths that nobody in particular waits for: old pages of a window, pages that the ladder took."""
+        if not self.widths.can_narrow or self.move_bytes <= 0:
+            return
+        widened = self.memory.allocator.restore_widths(max(1, self.move_bytes // self._slot_bytes()))
+        self.move_bytes -= widened * self._slot_bytes()
+
+    # ---- ranks -------------------------------------------------------------------------------------------------
+
+    def _paused_steps(self, request: Request) -> int:
+        """Steps since it was last stepped, or since it first held memory."""
+        return 0 if request.last_step < 0 else self.num_steps - request.last_step - 1
+
+    def _rank(self, request: Request) -> tuple[bool, bool, bool, int]:
+        return policy.rank_key(
+            request.is_high_priority, self._is_overdue(request), self._had_turn(request), request.arrival_order
+        )
+
+    def _is_overdue(self, request: Request) -> bool:
+        is_out = request.away_cells > 0 or request.parked is not None
+        return is_out and self._paused_steps(request) > self.max_pause_steps
+
+    def _had_turn(self, request: Request) -> bool:
+        """It has run its quantum, so another one may take its place."""
+        return len(request.output_ids) >= max(self._quantum(request), request.turn_end)
+
+    def _quantum(self, request: Request) -> int:
+        return policy.quantum_tokens(self.rates, request.num_computed * self._token_bytes(), self.step_s)
+
+    def _token_bytes(self) -> int:
+        return self.memory.allocator.geometry.layer_num * self.cell_bytes // self.memory.page_size
+
+    def _is_window(self, request: Request) -> bool:
+        return self.low_reads == "window" and not request.is_high_priority
+
+    def _is_paused(self, request: Request) -> bool:
+        """Decodes, but some of what it must read is not on the device."""
+        return (
+            request.state is RequestState.DECODE
+            and request.away_cells > 0
+            and not request.is_high_priority
+            and not self._is_window(request)
+        )
+
+    # ---- 1: width comes back -----------------------------------------------------------------------------------
+
+    def _widen(self) -> None:
+        """The first in rank get their pages back, a batch a step; whoever ran its quantum gives way to them."""
+        narrow = [r for r in self.running if r.away_cells > 0 and r.state is RequestState.DECODE]
+        wanting = [r for r in narrow if r.is_high_priority or self._is_paused(r)] + self.parked
+        spare = len(self.running)  # a page for everybody's growth
+        for request in sorted(wanting, key=self._rank):
+            need = self._pages_away(request)
+            batch = min(policy.WIDEN_BATCH, need) * self._slot_bytes()
+            if self.move_bytes < batch:
+                return  # save up: every batch rewrites the tables of locations once
+            steps_left = request.sampling.max_new_tokens - len(request.output_ids)
+            if request.parked is None and not policy.restore_pays(batch, batch, steps_left):
+                continue  # its last token: streaming it once costs the same and needs no page
+            if need + spare > self.widths.available_pages():
+                self._give_way(request, need + spare)
+            if need + spare > self.widths.available_pages():
+                if self._is_overdue(request):
+                    return  # overdue: what is free is kept for it
+                continue
+            if request.parked is not None and not self._unpark(request):
+                continue
+            if self._is_overdue(request):
+                request.turn_end = len(request.output_ids) + self._quantum(request)
+            widened = self.widths.widen(request, max(1, min(need, self.move_bytes // self._slot_bytes())))
+            self.move_bytes -= widened * self._slot_bytes()
+            self.num_widenings += widened > 0
+            spare += need - widened  # the rest of it is promised
+
+    def _pages_away(self, request: Request) -> int:
+        """Pages that it takes to give a request its full width."""
+        if request.parked is not None:
+            return len(request.parked)
+        return -(-request.away_cells * self.cell_bytes // self._slot_bytes())
+
+    def _unpark(self, request: Request) -> bool:
+        """Back on the device at minimum width, and widening comes after; a window at full width, its recent pages are."""
+        width = self.memory.allocator.geometry.layer_num if self._is_window(request) else self.widths.lowest_width
+        with self.widths.opening_low_at(width):
+            if not self.memory.unpark(request):
+                return False
+        self.widths.count_away([request])
+        self.parked.remove(request)
+        self.running.append(request)
+        return True
+
+    def _give_way(self, request: Request, pages: int) -> None:
+        """Who has run its quantum is paused for `request`, last in rank first, if that makes enough room.
+
+        Only for one that has not had its own, or has waited too long: two equals never push each other out.
+        """
+        if self._had_turn(request) and not self._is_overdue(request):
+            return
+        after = sorted((r for r in self._wide_lows() if self._had_turn(r)), key=self._rank)
+        if self.widths.available_pages() + sum(len(r.owned_pages) for r in after) < pages:
+            return
+        while after and self.widths.available_pages() < pages:
+            self._narrow(after.pop())
+
+    def _wide_lows(self) -> list[Request]:
+        """Low requests with pages that can be narrowed."""
+        return [
+            r
+            for r in self.running
+            if not r.is_high_priority and r.state is RequestState.DECODE and (self._is_window(r) or r.away_cells == 0)
+        ]
+
+    # ---- 2: room for the step ----------------------------------------------------------------------------------
+
+    def _make_room_for_step(self) -> None:
+        """Until what this step opens is there: narrow low priority from the end of the rank, then park what is paused,
+        then narrow the last of high priority, which goes on being stepped, as far as a step hides its streaming."""
+        demand = self._demand()
+        if demand <= self.widths.available_pages():
+            return
+        victims = sorted(self._wide_lows(), key=self._rank)
+        while victims and demand > self.widths.available_pages():
+            self._narrow(victims.pop())
+            demand = self._demand()
+        paused = sorted((r for r in self.running if self._is_paused(r)), key=self._rank)
+        # The last one stays: a prompt that then finds no row (parked requests keep theirs) would leave nobody to step.
+        while paused and len(self.running) > 1 and demand > self.widths.available_pages() and self._park(paused[-1]):
+            paused.pop()
+        self._narrow_highs(demand)
+
+    def _narrow_highs(self, demand: int) -> None:
+        """No more pages than are missing, and no more bytes than a prefill step hides and this step may wait for."""
+        away = sum(r.away_cells for r in self.running if r.is_high_priority) * self.cell_bytes
+        hidden = policy.stream_budget_bytes(self.rates, self.rates.base_s) - away
+        seconds = policy.step_s(self.rates, 1, 0, self.prefill_chunk)
+        leaving = policy.move_budget_bytes(self.rates, seconds, self.high_share, True)
+        slots = min(hidden, leaving) // self._slot_bytes()
+        for victim in sorted(self._highs(), key=self._rank, reverse=True):
+            missing = demand - self.widths.available_pages()
+            if missing <= 0 or slots <= 0:
+                return
+            wanted = missing + missing // 8 + 2  # a narrowed page keeps 1/16 of itself, and needs staging
+            slots -= self._narrow(victim, min(slots, wanted))
+
+    def _highs(self) -> list[Request]:
+        return [r for r in self.running if r.is_high_priority and r.state is RequestState.DECODE]
+
+    def _park(self, request: Request) -> bool:
+        """It leaves the device whole. False, nothing changed: the host is full."""
+        if not self.memory.park(request):
+            return False
+        request.away_cells = 0
+        self.running.remove(request)
+        self.parked.append(request)
+        self.num_parkings += 1
+        return True
+
+    def _resume(self) -> None:
+        """`_widen` brings parked requests back by rank; here only when nothing else runs."""
+        if not self.running and self.parked:
+            self._unpark(min(self.parked, key=self._rank))
+
+    def _may_admit(self, request: Request) -> bool:
+        """All that is admitted fits at minimum width when it has grown to its end, so growth never needs a parking.
+
+        A low prompt that would open narrow waits while the link has enough to bring back already: its first token would be
+        bought with the others' next ones. And some rows are left for high priority.
+        """
+        if not self.running:
+            return True
+        admitted = [*self.running, *self.parked, request]
+        slots = sum(self.memory.pages(self.full_length(r)) for r in admitted)
+        if slots * self.memory.page_size > self.largest_pool():
+            return False
+        if request.is_high_priority or self._is_window(request):
+            return True
+        if len(self.running) >= self.max_running - self.max_running // 4:
+            return False
+        backlog = sum(r.away_cells for r in self.running if not r.is_high_priority) * self.cell_bytes
+        backlog += sum(r.num_computed for r in self.parked) * self._token_bytes()
+        return backlog < policy.backlog_bytes(self.rates, self.high_share) or self._fits_wide(request)
+
+    def _demand(self) -> int:
+        """Pages for this step's decodes and for prompts of high priority; a few for low ones, which open narrow."""
+        stepping = [r for r in self.running if r.state is RequestState.DECODE and not self._is_paused(r)]
+        pages = self.widths.new_pages(stepping)
+        prompts = [r for r in self.running if r.state is RequestState.PREFILL] + self.waiting
+        wide = [r for r in prompts if r.is_high_priority or self._is_window(r)]
+        high = sum(r.num_tokens - r.num_computed for r in wide)
+        pages += self.memory.pages(min(high, self.prefill_chunk)) + (high > 0)
+        low = sum(r.num_tokens - r.num_computed for r in prompts) - high
+        slots_a_page = 1 << (len(self.memory.allocator.ledger.ladder) - 1)
+        staged = -(-self.memory.pages(min(low, self.prefill_chunk)) // slots_a_page)
+        return pages + 2 * (staged + (low > 0))
+
+    def _narrow(self, victim: Request, max_slots: int | None = None) -> int:
+        """Cut it to minimum width, or what its window does not reach. Returns the pages; 0: there was nothing to cut."""
+        first, last = (1, self.window_pages + 1) if self._is_window(victim) else (0, 0)
+        width = self.window_width if self._is_window(victim) else self.widths.lowest_width
+        narrowed = self.widths.narrow(victim, width, first, last, max_slots)
+        self.num_narrowings += narrowed > 0
+        return narrowed
+
+    # ---- 3: decode ---------------------------------------------------------------------------------------------
+
+    def _plan_decodes(self, plan: StepPlan) -> None:
+        chosen = self._steppable(by_rank(r for r in self.running if r.state is RequestState.DECODE))
+        while chosen and not (self._has_wide_room(chosen) and self.memory.decode(chosen)):
+            victim = self._narrow_last(chosen)
+            if victim is None:
+                if self._decode_by_ladder(chosen):
+                    break
+                victim = self._make_room()
+            chosen = [r for r in chosen if r in self.running and (r is not victim or not self._is_paused(r))]
+        plan.work += [(request, 1) for request in chosen]
+
+    def _plan_first(self, plan: StepPlan) -> None:
+        """The first in rank of those that decode is stepped, whatever it costs: the ladder, then parking."""
+        while requests := [r for r in self.running if r.state is RequestState.DECODE]:
+            first = min(requests, key=self._rank)
+            if self.memory.decode([first]) or self._decode_by_ladder([first]):
+                plan.work.append((first, 1))
+                return
+            self._make_room()
+
+    def _has_wide_room(self, chosen: list[Request]) -> bool:
+        """A window's new pages must be full width: not a narrow slot that happens to be free in somebody's page."""
+        if not any(self._is_window(r) for r in chosen):
+            return True
+        pages = self.widths.new_pages(chosen)
+        return self.memory.allocator.gather_pages(pages) >= pages
+
+    def _steppable(self, requests: list[Request]) -> list[Request]:
+        """All of high priority; of low priority those that are not paused. If that is nobody, the first in rank."""
+        chosen = [r for r in requests if not self._is_paused(r)]
+        prompts = self.waiting or any(r.state is RequestState.PREFILL for r in self.running)
+        if not chosen and requests and not prompts:
+            return [min(requests, key=self._rank)]
+        return chosen
+
+    def _narrow_last(self, chosen: list[Request]) -> Request | None:
+        """Narrow the last in rank of these that has anything to narrow; low priority before high."""
+        able = {*self._wide_lows(), *self._highs()}
+        for victim in sorted((r for r in chosen if r in able), key=self._rank, reverse=True):
+            if self._narrow(victim, policy.WIDEN_BATCH if victim.is_high_priority else None):
+                return victim
+        return None
+
+    def _decode_by_ladder(self, chosen: list[Request]) -> bool:
+        """Last resort but one: the ladder halves whole classes. Not for a window: it would take recent tokens too."""
+        if self.low_reads == "window":
+            return False
+        self.memory.allocator.may_halve = True
+        try:
+            return self.memory.decode(chosen)
+        finally:
+            self.memory.allocator.may_halve = False
+            self._count(everybody=True)
+
+    # ---- 4: prefill --------------------------------------------------------------------------------------------
+
+    def _prefill(self, plan: StepPlan, request: Request, budget: int) -> int:
+        allocator = self.memory.allocator
+        # A window's prompt is opened wide: its recent pages must be, and its old ones narrow when others need room.
+        if request.is_high_priority or self._is_window(request) or self._fits_wide(request):
+            done = self._extend(plan, request, budget)
+        else:
+            with self.widths.opening_low_at(self.widths.lowest_width):
+                done = self._extend(plan, request, min(budget, self._hidden_context(request, budget)))
+        if done or plan.work:
+            return done
+        # Nobody else runs: now the ladder may halve, and after it somebody may be parked.
+        allocator.may_halve = self.low_reads != "window"
+        try:
+            return super()._prefill(plan, request, budget)
+        finally:
+            allocator.may_halve = False
+            self._count(everybody=True)
+
+    def _extend(self, plan: StepPlan, request: Request, budget: int) -> int:
+        """Plan up to `budget` tokens of its prompt, fewer where memory is short; narrows and parks nobody."""
+        page_size = self.memory.page_size
+        least = page_size - request.num_computed % page_size
+        chunk = min(request.num_tokens - request.num_computed, budget)
+        while chunk > 0:
+            pages = self.memory.pages(request.num_computed + chunk) - self.memory.pages(request.num_computed)
+            has_room = not self._is_window(request) or self.memory.allocator.gather_pages(pages) >= pages
+            if has_room and self.memory.extend(request, chunk):
+                plan.work.append((request, chunk))
+                return chunk
+            chunk = max(least, chunk // 2 // page_size * page_size) if chunk > least else 0
+        return 0
+
+    def _fits_wide(self, request: Request) -> bool:
+        """The rest of its prompt has room at full width, beside what paused requests need to get theirs back."""
+        need = self.memory.pages(request.num_tokens) - self.memory.pages(request.num_computed) + len(self.running)
+        return need + self._owed_pages() <= self.widths.available_pages()
+
+    def _owed_pages(self) -> int:
+        """Pages that would give everybody who is paused its full width."""
+        return sum(self._pages_away(r) for r in self.running if self._is_paused(r))
+
+    def _hidden_context(self, request: Request, budget: int) -> int:
+        """Tokens that may still be opened narrow, so that later chunks hide their streaming."""
+        away = self._token_bytes() * (
+            self._slot_bytes() / (self._slot_bytes() + self.widths.lowest_width * self.cell_bytes)
+        )
+        most = policy.narrow_prefill_tokens(self.rates, int(away), budget)
+        return most - request.num_computed + self.prefill_chunk
+
+    # ---- 5: stream ---------------------------------------------------------------------------------------------
+
+    def _stream_paused(self, plan: StepPlan) -> None:
+        """Paused requests take turns under the step's compute."""
+        self.stream_budget = policy.stream_budget_bytes(self.rates, self._seconds(plan))
+        reading = [r for r, _ in plan.work if not self._is_window(r)]
+        self.streamed_bytes = sum(r.away_cells for r in reading) * self.cell_bytes
+        planned = set(reading)
+        paused = [r for r in self.running if self._is_paused(r) and r not in planned]
+        chosen = []
+        for request in sorted(paused, key=lambda r: (r.last_step, r.arrival_order)):
+            away = request.away_cells * self.cell_bytes
+            if self.streamed_bytes + away <= self.stream_budget:
+                chosen.append(request)
+                self.streamed_bytes += away
+        if chosen and self.memory.decode(chosen):
+            plan.work += [(request, 1) for request in by_rank(chosen)]
+        elif chosen:  # no room for their new tokens
+            self.streamed_bytes -= sum(r.away_cells for r in chosen) * self.cell_bytes

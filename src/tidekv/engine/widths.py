@@ -1,0 +1,102 @@
+"""How wide a request's pages are, and making them narrower or wider. Does what the scheduler decides; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from tidekv.engine.memory import RequestMemory
+from tidekv.engine.request import Request
+from tidekv.memory.ledger import HIGH, LOW, NO_SLOTS, IntArray
+
+
+class RequestWidths:
+    """Counts and changes the widths of the pages of requests that hold a row."""
+
+    def __init__(self, memory: RequestMemory) -> None:
+        self.memory = memory
+        self.allocator = memory.allocator
+
+    @property
+    def lowest_width(self) -> int:
+        """The narrowest width of the ladder."""
+        return self.allocator.ledger.ladder[-1]
+
+    @property
+    def can_narrow(self) -> bool:
+        """There is a narrower width, and the host has room to narrow something."""
+        ledger = self.allocator.ledger
+        return len(ledger.ladder) > 1 and ledger.num_host_pages > 0
+
+    def available_pages(self) -> int:
+        """Pages to be had without narrowing anything: free, cached but unreferenced, freed by a merge."""
+        ledger = self.allocator.ledger
+        free = self.memory.free_pages()
+        return free + sum(ledger.mergeable_pages(code, level) for code, level in ledger.partial)
+
+    def new_pages(self, requests: list[Request]) -> int:
+        """Pages that one more token of each of these requests opens."""
+        page_size = self.memory.page_size
+        return sum(r.num_computed % page_size == 0 for r in requests)
+
+    def count_away(self, requests: list[Request]) -> None:
+        """Set `away_cells` of each: cells of its pages that are not on the device; 0 is full width."""
+        ledger = self.allocator.ledger
+        if not ledger.any_narrow or not requests:
+            for request in requests:
+                request.away_cells = 0
+            return
+        slots = self.memory.slots_of(requests)
+        away = ledger.geometry.layer_num - np.array(ledger.ladder, dtype=np.int64)
+        cells = np.where(slots > 0, away[ledger.levels_of(slots)], 0).sum(1)
+        for request, count in zip(requests, cells.tolist(), strict=True):
+            request.away_cells = count
+
+    def narrow(
+        self, request: Request, width: int, keep_first: int = 0, keep_last: int = 0, max_slots: int | None = None
+    ) -> int:
+        """Cut the request's full-width pages to `width`, the last `max_slots` of them; but its `keep_first` first and
+        `keep_last` last pages stay, and those that another running request shares. Returns the pages narrowed."""
+        slots = self.memory.slots_of([request])[0]
+        slots = slots[: self.memory.pages(request.num_computed)]
+        first = keep_first
+        if self.memory.prefix_cache is not None:
+            first = max(first, self.memory.prefix_cache.num_shared(request.prefix_nodes))
+        chosen = slots[first : max(first, len(slots) - keep_last)]
+        chosen = chosen[self.allocator.ledger.levels_of(chosen) == 0]
+        if max_slots is not None:
+            chosen = chosen[max(0, len(chosen) - max_slots) :]
+        narrowed = self.allocator.narrow_slots(chosen, width)
+        self.count_away([request])
+        return narrowed
+
+    def narrow_slots(self, request: Request) -> IntArray:
+        """Combined ids of its pages below full width, in order of their tokens."""
+        slots = self.memory.slots_of([request])[0]
+        slots = slots[slots > 0]
+        return slots[self.allocator.ledger.levels_of(slots) > 0] if len(slots) else NO_SLOTS
+
+    def widen(self, request: Request, max_slots: int) -> int:
+        """Widen up to `max_slots` of its narrow pages, the oldest tokens first, into pages that can be had without
+        pressure. Returns the pages widened."""
+        widened = self.allocator.widen_slots(self.narrow_slots(request)[:max_slots])
+        self.count_away([request])
+        return widened
+
+    @contextmanager
+    def opening_low_at(self, width: int) -> Iterator[None]:
+        """Inside, new low pages are opened at `width`."""
+        level = self.allocator.ledger.ladder.index(width)
+        before = self.allocator.ledger.level[LOW]
+        self.allocator.ledger.level[LOW] = level
+        try:
+            yield
+        finally:
+            # The ledger may be another object by now (a decision was rolled back): ask for it again.
+            self.allocator.ledger.level[LOW] = before
+
+    def open_wide(self) -> None:
+        """New pages of both classes are full width again: what the ladder once took is not taken from newcomers."""
+        self.allocator.ledger.level[HIGH] = self.allocator.ledger.level[LOW] = 0

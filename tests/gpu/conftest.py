@@ -1,0 +1,34 @@
+"""Tests of what only a GPU shows. Skipped without one; `--on-cpu` runs their logic with the torch twins at tiny
+sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--on-cpu", action="store_true", help="tests/gpu: try the tests themselves on the CPU")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    on_cpu = config.getoption("--on-cpu", default=False)
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available() and not on_cpu:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device (--on-cpu tries the test itself)"))
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def on_gpu() -> bool:
+    return torch.cuda.is_available()

@@ -1,0 +1,61 @@
+"""The cost model. Catches constants that no longer give the measured steps, and overlap where there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from tidekv.engine import streaming_policy as policy
+from tidekv.errors import ConfigError
+from tidekv.replay.cost import StepLoad, cost_model
+
+
+@pytest.mark.parametrize(("batch", "measured_s"), [(1, 5.05e-3), (32, 6.2e-3), (128, 13.0e-3)])
+def test_the_measured_decode_steps_come_out(batch: int, measured_s: float) -> None:
+    cost = cost_model("H200", "llama-3.1-8b")
+    assert cost.compute_s(StepLoad(decode_batch=batch, decode_context=batch * 1024)) == pytest.approx(measured_s)
+
+
+def test_prefill_streams_hide_and_moves_add() -> None:
+    cost = cost_model("H200", "llama-3.1-8b")
+    load = StepLoad(decode_batch=8, decode_context=8_000, prefill_tokens=2048, prefill_context_sum=2048 * 1024)
+    assert 2048 / 42_000 < cost.compute_s(load) < 1.3 * 2048 / 42_000
+    hidden = StepLoad(**{**vars(load), "streamed_bytes": 2_000_000_000})  # 36 ms of the link under 50 ms of compute
+    assert cost.step_s(hidden) == cost.step_s(load)
+    bound = StepLoad(**{**vars(load), "streamed_bytes": 5_500_000_000})
+    assert cost.step_s(bound) == pytest.approx(0.1)
+    moved = StepLoad(**{**vars(load), "from_host_bytes": 550_000_000})
+    assert cost.step_s(moved) == pytest.approx(cost.step_s(load) + 0.01)
+
+
+def test_every_preset_is_usable_and_unknown_names_are_listed() -> None:
+    for machine in ("H200", "H100"):
+        for model in ("llama-3.1-8b", "qwen3-8b", "llama-3.1-70b"):
+            assert 1e-3 < cost_model(machine, model).decode_s(1, 1024) < 50e-3
+    with pytest.raises(ConfigError, match="H200, H100"):
+        cost_model("A100", "llama-3.1-8b")
+    with pytest.raises(ConfigError, match="qwen3-8b"):
+        cost_model("H200", "gpt-2")
+
+
+def test_the_schedulers_lines_are_close_to_the_cost_model() -> None:
+    cost = cost_model("H200", "llama-3.1-8b")
+    rates = cost.step_rates()
+    for batch, context in ((1, 1024), (32, 32_768), (128, 131_072)):
+        planned = policy.step_s(rates, batch, context, 0)
+        assert planned == pytest.approx(cost.decode_s(batch, context), rel=0.25)
+
+
+def test_policy_formulas_by_hand() -> None:
+    rates = policy.StepRates(link_rate=50e9, base_s=0.005, request_s=0.0, context_s=0.0, prompt_s=2.5e-5)
+    assert policy.step_s(rates, 10, 10_000, 0) == 0.005
+    assert policy.step_s(rates, 10, 10_000, 2000) == pytest.approx(0.05)
+    assert policy.stream_budget_bytes(rates, 0.01) == 400_000_000
+    assert policy.move_budget_bytes(rates, 0.01, 0.05, high_decodes=True) == 25_000_000
+    assert policy.move_budget_bytes(rates, 0.01, 0.05, high_decodes=False) == 250_000_000
+    assert policy.quantum_tokens(rates, 500_000_000, 0.005) == policy.MIN_QUANTUM  # 40 steps pay for it
+    assert policy.quantum_tokens(rates, 5_000_000_000, 0.005) == 400
+    assert policy.restore_pays(100, 100, 2)
+    assert not policy.restore_pays(100, 100, 1)
+    assert policy.narrow_prefill_tokens(rates, 100_000, 2000) == 20_000
+    with pytest.raises(ConfigError, match="link_rate"):
+        policy.StepRates(link_rate=0.0)
