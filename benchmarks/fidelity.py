@@ -3,12 +3,12 @@
     python -m benchmarks.fidelity TEXT.jsonl --out DIR     TEXT.jsonl: one {"text": ...} a line
 
 Layers that are not resident at a width see the first 16 tokens (the sink page) and the last W; resident layers see
-everything. Here with attention masks, token by token and with every old page narrow: the worst that the engine's window can
-come to, which narrows whole pages, and only under pressure. Rows:
+everything. Here with attention masks, token by token and with every old page narrow: the worst that the engine's window
+can come to, which narrows whole pages, and only under pressure. Rows:
 
     perplexity   over tokens [W0, T) of each document, W0 the largest window, so that every row scores the same tokens
     changed      share of those positions at which the most likely next token is another than at full width
-    needles      a number stated early in a long prompt, asked for at its end: how many are answered in full, of how many
+    needles      a number stated early in a long prompt, asked for at its end: how many are answered in full
 """
 
 from __future__ import annotations

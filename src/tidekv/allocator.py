@@ -27,7 +27,6 @@ from tidekv.kernels import assign
 from tidekv.memory import contract
 from tidekv.memory.contract import Priorities
 from tidekv.memory.ledger import DYNAMIC, HIGH, LOW, NO_SLOTS, AllocationSplit, BoolArray, IntArray
-from tidekv.memory.upload import upload
 from tidekv.pressure import chosen, ladder, repack, restore
 from tidekv.pressure.decision import Decision
 from tidekv.pressure.ladder import PressureState, Rung
@@ -109,7 +108,7 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
             return going_on
 
         num_pages = int(np.add.reduce(new_pages))
-        plain = self._plain_slots(new_pages, num_pages, is_high_priority)
+        plain = self._plain_slots(new_pages, num_pages, is_high_priority, goes_on, last_loc)
         if plain is not None:
             out = assign.alloc_extend(
                 prefix_lens, seq_lens, last_loc, plain[0], extend_num_tokens, page_size, plain[1], checked=True
@@ -141,7 +140,8 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
             contract.check_device_vector(name, tensor, len(seq), self.device)
         if self.device.type == "cpu":
             contract.check_last_loc(self.ledger, last_loc, seq - 1, np.ones(len(seq), dtype=np.bool_))
-        plain = self._plain_slots(opens, int(np.count_nonzero(opens)), is_high_priority)
+        num_pages = int(np.count_nonzero(opens))
+        plain = self._plain_slots(opens, num_pages, is_high_priority, lambda: ~opens, last_loc)
         if plain is not None:
             return assign.alloc_decode(seq_lens, last_loc, plain[0], self.page_size, plain[1], checked=True), None
         batch = self._allocate_batch(opens, lambda: ~opens, last_loc, is_high_priority)
@@ -208,7 +208,12 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
         return _Batch(slots, run, order, carried, touched_now)
 
     def _plain_slots(
-        self, new_pages: IntArray | BoolArray, num_pages: int, is_high_priority: Priorities
+        self,
+        new_pages: IntArray | BoolArray,
+        num_pages: int,
+        is_high_priority: Priorities,
+        goes_on: Callable[[], BoolArray],
+        last_loc: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """The steady state, in a few microseconds: full width everywhere and enough free pages. Else None: decide.
 
@@ -216,23 +221,33 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
         device mirrors, so only the order of a mixed batch is uploaded.
         """
         ledger = self.ledger
-        if self._in_step or self._decision is not None or self.write_through or not ledger.at_full_width:
+        if self._decision is not None or self.write_through or not ledger.at_full_width:
             return None
         if num_pages > ledger.num_free_pages:
             return None
         is_high = self._resolve_priority(is_high_priority, len(new_pages))
-        ledger.free_list.reserve(num_pages)
-        if isinstance(is_high, int):
-            ledger.open_pages(is_high, num_pages)
-            return self._free_list_run(num_pages), None
-        num_high = int(np.add.reduce(new_pages[is_high], dtype=np.int64))
-        ledger.open_pages(HIGH, num_high)
-        ledger.open_pages(LOW, num_pages - num_high)
-        return self._free_list_run(num_pages), self._order(is_high)
+        order = None if isinstance(is_high, int) else self._order(is_high)
+        slots = NO_SLOTS
+        if num_pages:
+            ledger.free_list.reserve(num_pages)
+            if isinstance(is_high, int):
+                slots = ledger.open_pages(is_high, num_pages)
+            else:
+                num_high = int(np.add.reduce(new_pages[is_high], dtype=np.int64))
+                ledger.open_pages(HIGH, num_high)
+                ledger.open_pages(LOW, num_pages - num_high)
+                slots = ledger.free_list.last_taken(num_pages)
+        if self._in_step:
+            page_size = self.page_size
+            self._written.append((
+                lambda: np.concatenate([slots, last_loc.cpu().numpy()[goes_on()] // page_size]), len(self._lookups)
+            ))  # fmt: skip
+        return self._free_list_run(num_pages), order
 
     def _order(self, is_high: BoolArray) -> torch.Tensor:
         """[bs] int64 on the device: requests of high priority, then those of low, each in the caller's order."""
-        return upload(self.device, (np.concatenate([np.flatnonzero(is_high), np.flatnonzero(~is_high)]),))[0]
+        order = np.concatenate([np.flatnonzero(is_high), np.flatnonzero(~is_high)])
+        return torch.from_numpy(order).to(self.device, non_blocking=True)
 
     def _plain_pages(self, groups: list[tuple[int, int]]) -> dict[int, AllocationSplit] | None:
         """The usual case, without a transaction: full width everywhere and enough free pages. Else None: decide."""
@@ -255,9 +270,8 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
             mask = np.fromiter(is_high_priority, dtype=np.bool_)
         if mask.shape != (bs,):
             raise ConfigError(f"is_high_priority must have one entry for each of {bs} requests, got shape {mask.shape}")
-        if mask.all():
-            return HIGH
-        return mask if mask.any() else LOW
+        num_high = np.count_nonzero(mask)
+        return HIGH if num_high == bs else mask if num_high else LOW
 
     def _allocate_pages(self, num_pages: int, priority_code: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`num_pages` slots, partial ones first -> (page_ids [n], slot_starts [n]) int64. Capacity must have been

@@ -32,6 +32,7 @@ class _Captured:
     positions: torch.Tensor
     rows: torch.Tensor  # read by the graph at every replay, so it must live as long
     logits: torch.Tensor
+    count: int = 0  # requests of the last replay
 
 
 class DecodeGraphs:
@@ -63,13 +64,15 @@ class DecodeGraphs:
         width = max(MIN_TABLE_PAGES, 1 << (batch.slots.shape[1] - 1).bit_length())
         step = self._captured.get((size, width)) or self._capture(size, width)
         static = step.batch
+        if count < step.count:  # rows that were in use become padding again
+            static.locs[count:].zero_()
+            static.slots[count:].zero_()
+            static.kv_lens_dev[count:].fill_(1)
+        step.count = count
         step.input_ids[:count].copy_(input_ids)
         step.positions[:count].copy_(positions)
-        static.locs.zero_()
         static.locs[:count].copy_(batch.locs)
-        static.slots.zero_()
-        static.slots[:count, : batch.slots.shape[1]].copy_(batch.slots)
-        static.kv_lens_dev.fill_(1)
+        static.slots[:count, : batch.slots.shape[1]].copy_(batch.slots)  # columns beyond a row's end are not read
         static.kv_lens_dev[:count].copy_(batch.kv_lens_dev)
         step.graph.replay()
         self.replays += 1

@@ -23,9 +23,9 @@ def fuse(net: Any) -> None:
         layer.forward = _FusedLayer(layer, on_cuda)
 
 
-def _join(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def _join(*parts: nn.Linear) -> tuple[nn.Parameter, Tensor | None]:
     """One weight (and bias) for projections of the same input; the parts' own memory is released."""
-    weight = torch.cat([part.weight for part in parts])
+    weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
     bias = torch.cat([part.bias for part in parts]) if parts[0].bias is not None else None
     for part in parts:
         part.weight = nn.Parameter(torch.empty(0, device=weight.device, dtype=weight.dtype), requires_grad=False)
@@ -43,6 +43,10 @@ class _FusedLayer:
         self.use_triton = use_triton
         self.qkv_weight, self.qkv_bias = _join(attention.q_proj, attention.k_proj, attention.v_proj)
         self.gate_up_weight, self.gate_up_bias = _join(mlp.gate_proj, mlp.up_proj)
+        attention.qkv_weight, mlp.gate_up_weight = (
+            self.qkv_weight,
+            self.gate_up_weight,
+        )  # the model still owns its weights
         self.o_proj, self.down_proj = attention.o_proj, mlp.down_proj
         self.num_q_heads = self.o_proj.in_features // self.head_dim
         self.num_kv_heads = (self.qkv_weight.shape[0] // self.head_dim - self.num_q_heads) // 2

@@ -1,14 +1,15 @@
 """The scheduler under `narrow`: who is stepped, who is paused at minimum width, and who gets width back.
 
-    1. widen     paused requests in order of rank, a few pages a step, as far as the move budget goes
-    2. demand    pages for this step's decodes and for high prompts; while they are not there, the last in rank is narrowed
+    1. widen     paused and parked requests in order of rank, a batch of pages at a time, as the move budget goes
+    2. room      for this step's decodes and for high prompts: the last of low priority in rank is narrowed and paused;
+                 then who is paused is parked; then the last of high priority narrows, by the pages that are missing
     3. decode    high priority always; low priority at full width
-    4. prefill   high, then low; a low prompt that finds no room is opened at minimum width, its KV goes to the host as it
-                 is computed, and its context streams back under the next chunks
+    4. prefill   high, then low; a low prompt that finds no room is opened at minimum width, its KV goes to the host as
+                 it is computed, and its context streams back under the next chunks
     5. stream    paused requests, the longest untouched first, as far as the step hides their bytes
 
-Low priority that reads a `window` (lossy) is never paused: its old pages narrow and nothing streams.
-The ladder of the allocator is what is left when all this was not enough; parking is what is left after that.
+Low priority that reads a `window` (LOSSY) is never paused: its old pages narrow and nothing streams.
+The ladder of the allocator, and after it the base class's way of making room, are what is left when nobody else runs.
 The formulas are in `streaming_policy`.
 """
 
@@ -191,7 +192,7 @@ class NarrowScheduler(Scheduler):
         return -(-request.away_cells * self.cell_bytes // self._slot_bytes())
 
     def _unpark(self, request: Request) -> bool:
-        """Back on the device at minimum width, and widening comes after; a window at full width, its recent pages are."""
+        """Back on the device at minimum width (widening comes after); a window at full width, as its new pages are."""
         width = self.memory.allocator.geometry.layer_num if self._is_window(request) else self.widths.lowest_width
         with self.widths.opening_low_at(width):
             if not self.memory.unpark(request):
@@ -275,8 +276,8 @@ class NarrowScheduler(Scheduler):
     def _may_admit(self, request: Request) -> bool:
         """All that is admitted fits at minimum width when it has grown to its end, so growth never needs a parking.
 
-        A low prompt that would open narrow waits while the link has enough to bring back already: its first token would be
-        bought with the others' next ones. And some rows are left for high priority.
+        A low prompt that would open narrow waits while the link has enough to bring back already: its first token would
+        be bought with the others' next ones. And some rows are left for high priority.
         """
         if not self.running:
             return True
@@ -306,7 +307,7 @@ class NarrowScheduler(Scheduler):
         return pages + 2 * (staged + (low > 0))
 
     def _narrow(self, victim: Request, max_slots: int | None = None) -> int:
-        """Cut it to minimum width, or what its window does not reach. Returns the pages; 0: there was nothing to cut."""
+        """Cut it to minimum width, or what its window does not reach. Returns the pages; 0: nothing to cut."""
         first, last = (1, self.window_pages + 1) if self._is_window(victim) else (0, 0)
         width = self.window_width if self._is_window(victim) else self.widths.lowest_width
         narrowed = self.widths.narrow(victim, width, first, last, max_slots)
@@ -414,10 +415,8 @@ class NarrowScheduler(Scheduler):
 
     def _hidden_context(self, request: Request, budget: int) -> int:
         """Tokens that may still be opened narrow, so that later chunks hide their streaming."""
-        away = self._token_bytes() * (
-            self._slot_bytes() / (self._slot_bytes() + self.widths.lowest_width * self.cell_bytes)
-        )
-        most = policy.narrow_prefill_tokens(self.rates, int(away), budget)
+        away = self._slot_bytes() // self.memory.page_size
+        most = policy.narrow_prefill_tokens(self.rates, away, budget)
         return most - request.num_computed + self.prefill_chunk
 
     # ---- 5: stream ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How wide a request's pages are, and making them narrower or wider. Does what the scheduler decides; decides nothing."""
+"""How wide a request's pages are; makes them narrower or wider. Does what the scheduler decides; decides nothing."""
 
 from __future__ import annotations
 

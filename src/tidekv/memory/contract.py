@@ -22,7 +22,7 @@ def check_device_vector(name: str, tensor: torch.Tensor, length: int, device: to
         and tensor.dtype is torch.int64
         and tensor.dim() == 1
         and tensor.numel() == length
-        and tensor.device.type == device.type
+        and (tensor.is_cuda if device.type == "cuda" else tensor.is_cpu)
         and tensor.is_contiguous()
     ):
         return
@@ -39,7 +39,7 @@ def check_device_vector(name: str, tensor: torch.Tensor, length: int, device: to
 
 def host_lens(name: str, tensor: torch.Tensor) -> IntArray:
     """A CPU length tensor as a numpy view: [bs] int64."""
-    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu" or tensor.dim() != 1:
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_cpu or tensor.dim() != 1:
         raise ConfigError(f"{name} must be a 1-d tensor on the CPU, got {_describe(tensor)}")
     if tensor.dtype not in (torch.int64, torch.int32):
         raise ConfigError(f"{name} must be int64, got {tensor.dtype}")

@@ -68,6 +68,10 @@ class FreeList:
         self.head += n
         return taken
 
+    def last_taken(self, n: int) -> IntArray:
+        """The `n` pages handed out last, by one or more `take` after one `reserve`."""
+        return self.pages[self.head - n : self.head]
+
     def all_pages(self) -> IntArray:
         return np.concatenate([self.pages[self.head :], *self.waiting])
 

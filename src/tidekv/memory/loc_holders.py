@@ -11,6 +11,7 @@ from tidekv.errors import ConfigError
 from tidekv.kernels import remap
 from tidekv.memory.ledger import IntArray
 from tidekv.memory.req_to_token import ReqToTokenPool
+from tidekv.memory.upload import upload
 
 # Tensors (any device, int32 or int64, any shape) that a repack rewrites in place; 0, the sink, stays 0. A callable is
 # asked for its tensors at every repack, for holders whose tensors come and go.
@@ -51,21 +52,19 @@ class LocHolders:
 
         def table(device: torch.device) -> torch.Tensor:
             if device not in tables:
-                tables[device] = torch.from_numpy(lookup).to(device, non_blocking=True)
+                tables[device] = upload(device, (lookup,))[0]
             return tables[device]
 
         pool = self.req_to_token_pool
         if pool is not None and len(pool.live_rows()):
-            rows = torch.from_numpy(pool.live_rows()).to(pool.device, non_blocking=True)
+            rows = upload(pool.device, (pool.live_rows(),))[0]
             remap.remap_rows_(pool.req_to_token, rows, pool.written_width(), table(pool.device), self.page_size)
         for tensor in self.other_tensors():
             remap.remap_locs_(tensor, table(tensor.device), self.page_size)
 
     def remapped(self, locs: torch.Tensor, lookup: IntArray) -> torch.Tensor:
         """A rewritten copy of `locs`; the argument is left alone."""
-        return remap.remap_locs_(
-            locs.clone(), torch.from_numpy(lookup).to(locs.device, non_blocking=True), self.page_size
-        )
+        return remap.remap_locs_(locs.clone(), upload(locs.device, (lookup,))[0], self.page_size)
 
     def live_slots(self) -> tuple[IntArray, IntArray]:
         """For the checker: (one entry a slot and live row that holds it, slots that the other holders name)."""

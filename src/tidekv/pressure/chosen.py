@@ -1,7 +1,7 @@
 """Narrow or widen slots that the caller has chosen, whatever the ladder would take. Books in the ledger, moves nothing.
 
-The ladder answers a demand and halves a whole class. A scheduler knows more: who is paused, which pages a lossy read mode
-does not look at. Both end in the same `Work`, so applying it is the same fixed number of launches.
+The ladder answers a demand and halves a whole class. A scheduler knows more: who is paused, which pages a lossy read
+mode does not look at. Both end in the same `Work`, so applying it is the same fixed number of launches.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tidekv.pressure.repack import Work, leaving_cells, work_of_repack
 def book_narrowing(ledger: Ledger, slots: IntArray, level: int) -> list[Work] | Refusal:
     """Cut full-width slots ([n] combined ids, each once) to ladder[level], then merge what that left half empty.
 
-    Slots that are narrow already are left alone. Refused as a whole if the host has no room for what leaves, or if no page
-    would be free for staging. Slots of both priorities may be given. The works are to be applied in order.
+    Slots that are narrow already are left alone. Refused as a whole if the host has no room for what leaves, or if no
+    page would be free for staging. Slots of both priorities may be given. The works are to be applied in order.
     """
     slots = slots[ledger.levels_of(slots) == 0]
     if not 0 < level < len(ledger.ladder) or not len(slots):
@@ -43,7 +43,7 @@ def book_narrowing(ledger: Ledger, slots: IntArray, level: int) -> list[Work] | 
 
 
 def book_widening(ledger: Ledger, slots: IntArray) -> list[Work]:
-    """Widen these narrow slots ([n] combined ids) into full-width pages; the caller has checked that n pages are free."""
+    """Widen these narrow slots ([n] combined ids) into full-width pages. The caller has checked that n are free."""
     slots = slots[ledger.levels_of(slots) > 0]
     codes = ledger.page_code[slots % ledger.page_stride]
     works = []

@@ -16,6 +16,7 @@ from tidekv.kernels import move as kernels
 from tidekv.memory.device_pool import DeviceKVPool
 from tidekv.memory.host_pool import HostKVPool
 from tidekv.memory.ledger import NO_SLOTS, IntArray, Ledger
+from tidekv.memory.upload import upload
 from tidekv.pressure.plan import RepackPlan
 
 
@@ -180,4 +181,4 @@ class Repacker:
             )
 
     def _on_device(self, ids: IntArray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(ids)).to(self.device_pool.device, non_blocking=True)
+        return upload(self.device_pool.device, (ids,))[0]

@@ -163,7 +163,7 @@ class CostModel:
         return max(self.compute_s(load), load.streamed_bytes / self.link_rate) + self.moves_s(load)
 
     def step_rates(self) -> StepRates:
-        """The straight lines that the scheduler plans with: what it knows of the machine is configured, not measured."""
+        """The straight lines that the scheduler plans with: all that it knows of the machine is configured."""
         first, last = MEASURED_BATCH[0], MEASURED_BATCH[-1]
         base = self.decode_s(first, 0)
         return StepRates(

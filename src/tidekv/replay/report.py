@@ -154,8 +154,8 @@ def print_table(replay: Replay, console: Console) -> None:
     )
     first, last, work = (Table(box=SIMPLE, padding=(0, 1)) for _ in range(3))
     _columns(first, "pressure", "class", "done", "TTFT s 50", "90", "99", "TPOT ms 50", "99")
-    _columns(last, "pressure", "class", "gap s 99", "e2e s 50", "99", "SLO met", "goodput/s", "longest wait s")
-    _columns(work, "pressure", "tok/s", "retract", "recomp", "park", "swap-in GB", "stream GB", "device", "link")
+    _columns(last, "pressure", "class", "gap s 99", "e2e s 50", "99", "SLO met", "good/s", "longest wait s")
+    _columns(work, "pressure", "tok/s", "retr", "recomp", "park", "in GB", "stream GB", "device", "link")
     for run in figures["runs"]:
         label = _label(run, replay)
         for name, c in run["classes"].items():
@@ -181,12 +181,13 @@ def print_table(replay: Replay, console: Console) -> None:
 
 def _columns(table: Table, *names: str) -> None:
     for name in names:
-        table.add_column(name, justify="left" if name in ("pressure", "class") else "right")
+        is_text = name in ("pressure", "class")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name == "pressure")
 
 
 def _label(run: dict[str, Any], replay: Replay) -> str:
     lossy = run["policy"] == "narrow" and replay.config.low_reads != "exact"
-    return f"{run['policy']}{', ' + LOSSY if lossy else ''}{' (interrupted)' if run['interrupted'] else ''}"
+    return f"{run['policy']}{' LOSSY' if lossy else ''}{' (interrupted)' if run['interrupted'] else ''}"
 
 
 def _cells(values: dict[str, float | None], *names: str, scale: float = 1.0) -> list[str]:
