@@ -254,7 +254,11 @@ def failures(narrow: Run, differences: list[dict[str, Any]]) -> list[str]:
         (not differences, f"{len(differences)} answers changed under narrow: {differences}"),
         (stats["retractions"] == 0, f"{stats['retractions']} requests were retracted under narrow"),
         (stats["recomputed_tokens"] == 0, f"{stats['recomputed_tokens']} tokens were recomputed under narrow"),
-        (stats["halvings_low"] >= 1, "low priority was never halved: the pool was not small enough"),
+        (
+            stats["halvings_low"] >= 2,
+            f"low priority was halved {stats['halvings_low']} times, not twice: too much memory",
+        ),
+        (stats["halvings_high"] >= 1, "high priority was never halved: too much memory"),
     )
     return [message for kept, message in promises if not kept]
 

@@ -63,7 +63,8 @@ def test_workload_shape() -> None:
         ({}, [{"request": 3, "position": 1}], "1 answers changed under narrow.*'request': 3"),
         ({"retractions": 2}, [], "2 requests were retracted"),
         ({"recomputed_tokens": 7}, [], "7 tokens were recomputed"),
-        ({"halvings_low": 0}, [], "low priority was never halved"),
+        ({"halvings_low": 1}, [], "low priority was halved 1 times, not twice"),
+        ({"halvings_high": 0}, [], "high priority was never halved"),
     ],
 )
 def test_failures_say_each_broken_promise(stats: dict[str, int], differences: list[Any], message: str) -> None:

@@ -80,7 +80,8 @@ class FreeList:
 
 
 def as_run(pages: IntArray) -> IntArray | slice:
-    """Ascending distinct ids as a slice if they are neighbours: a slice is booked 6 times faster than a list of 2,048."""
+    """Ascending distinct ids as a slice if they are neighbours: a slice is booked 6 times faster than a list of
+    2,048."""
     if len(pages) > 16 and pages[-1] - pages[0] == len(pages) - 1:
         return slice(int(pages[0]), int(pages[-1]) + 1)
     return pages

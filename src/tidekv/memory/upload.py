@@ -13,10 +13,11 @@ INLINE_BYTES = 32 * 1024
 
 
 def upload(device: torch.device, arrays: Sequence[IntArray]) -> list[torch.Tensor]:
-    """int64 arrays as tensors on `device`, in their order. On CUDA they travel in one copy: each of its own costs 10 us.
+    """int64 arrays as tensors on `device`, in their order. On CUDA they travel in one copy: each of its own costs 10
+    us.
 
-    Up to 32 KiB the driver takes along in the command itself, from any memory, in 1.5 us of device time where a copy from
-    pinned memory takes 8; more than 64 KiB from pageable memory would wait for the device.
+    Up to 32 KiB the driver takes along in the command itself, from any memory, in 1.5 us of device time where a copy
+    from pinned memory takes 8; more than 64 KiB from pageable memory would wait for the device.
     """
     if device.type != "cuda":
         return [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays]

@@ -25,8 +25,8 @@ _new_stream: Callable[..., Any] = torch.cuda.Stream
 _new_event: Callable[..., Any] = torch.cuda.Event
 
 # Of one H200 (benchmarks/results): 16 programs bring 92 % of the pinned link and leave a matmul's time as it is; a full
-# grid brings no more and takes 2.5 times as long a matmul. The driver's batched copy reaches 92 to 97 %, but costs 1 ms of
-# host time an item where this costs 0.05, and a step has an item a layer.
+# grid brings no more and takes 2.5 times as long a matmul. The driver's batched copy reaches 92 to 97 %, but costs 1
+# ms of host time an item where this costs 0.05, and a step has an item a layer.
 COPY_PROGRAMS = 16
 AHEAD = 2  # items in flight: one being read, one being filled. More would need more than two cells a slot.
 
