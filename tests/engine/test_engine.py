@@ -29,7 +29,7 @@ from engine_cases import (
     watch_logits,
 )
 from tidekv.engine import runner as runner_module
-from tidekv.engine.engine import Engine, EngineConfig, parse_bytes
+from tidekv.engine.engine import Engine, EngineConfig, as_priority, parse_bytes
 from tidekv.engine.request import RequestState
 from tidekv.engine.sampling import SamplingParams
 from tidekv.errors import CapacityError, ConfigError
@@ -665,3 +665,17 @@ def test_a_used_engine_is_as_good_as_a_new_one() -> None:
     assert_clean(engine)
     assert not any(engine.allocator.ledger.level)
     assert torch.all(engine.memory.pool.req_to_token == 0)
+
+
+def test_a_priority_is_a_bool_or_its_name() -> None:
+    assert [as_priority(value) for value in (True, False, "high", "low", 1, 0)] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+    for wrong in ("urgent", 2, None):
+        with pytest.raises(ConfigError, match="a priority is"):
+            as_priority(wrong)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -35,6 +35,7 @@ from tidekv.memory.ledger import HIGH, LOW
 from tidekv.memory.req_to_token import ReqToTokenPool
 from tidekv.streaming.streamer import Streamer
 
+Priority = bool | Literal["high", "low"]
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -46,6 +47,14 @@ def parse_bytes(name: str, value: int | str) -> int:
     if match is None:
         raise ConfigError(f"{name} must be bytes or text such as '512MiB' or '2GiB', got {value!r}")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def as_priority(value: Priority) -> bool:
+    """True for high. Accepts True and False, "high" and "low"; `ConfigError` for anything else."""
+    known: dict[object, bool] = {True: True, False: False, "high": True, "low": False}
+    if value not in known:
+        raise ConfigError(f"a priority is True or 'high', False or 'low', got {value!r}")
+    return known[value]
 
 
 @dataclass(frozen=True)
@@ -205,7 +214,7 @@ class Engine:
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams | None = None,
-        is_high_priority: bool = False,
+        is_high_priority: Priority = False,
         request_id: str | None = None,
     ) -> str:
         """Queue a prompt (text, or token ids); returns its id. `CapacityError` at once if it can never fit."""
@@ -226,7 +235,7 @@ class Engine:
         params = sampling or SamplingParams()
         if params.seed is None:
             params = replace(params, seed=order)
-        request = Request(name, ids, params, is_high_priority, order, self.clock())
+        request = Request(name, ids, params, as_priority(is_high_priority), order, self.clock())
         self.scheduler.add(request)
         self.requests[name] = request
         return name
@@ -285,10 +294,11 @@ class Engine:
         self,
         prompts: Sequence[str | Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        priorities: Sequence[bool] | None = None,
+        priorities: Sequence[Priority] | None = None,
         on_step: Callable[[Engine], None] | None = None,
     ) -> list[RequestOutput]:
-        """Run prompts to their end; outputs in the order of the prompts. `priorities`: True for high, default all low.
+        """Run prompts to their end; outputs in the order of the prompts. `priorities`: True or "high", False or "low";
+        default all low.
 
         If one prompt is refused, those queued by this call are aborted before the error goes on.
         """

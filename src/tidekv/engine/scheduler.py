@@ -1,11 +1,10 @@
 """Who runs in the next step, and who makes room when memory is short. One policy an engine:
 
     narrow    pages give up layers (the allocator's ladder); if even that does not do, the lowest, newest request is
-    parked
-              on the host whole. Retracts only when the host is full too.
+              parked on the host whole. Retracts only if the host is full too, or the last one running finds no room.
     swap      no narrowing: the lowest, newest request moves to the host whole and comes back later
     retract   no narrowing: the lowest, newest request loses its cache and is computed again
-    reserve   no narrowing: a request is admitted only when all that it can grow to is free, so nobody ever makes room
+    reserve   no narrowing: a request is admitted only when all that it can grow to is free, so nobody makes room
 
 High priority goes first everywhere; within a class the order of arrival. No decision depends on a clock.
 """
