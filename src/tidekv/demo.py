@@ -62,7 +62,7 @@ def workload(loaded: LoadedModel, count: int, seed: int) -> list[DemoRequest]:
     """`count` requests: prompts of 200 to 1,500 tokens (many short, some long), 48 to 96 new tokens, every third
     high."""
     rng = random.Random(seed)
-    lengths = [round(200 + 1300 * (i / max(1, count - 1)) ** 3.5) for i in range(count)]
+    lengths = [round(200 + 1300 * (i / max(1, count - 1)) ** 10) for i in range(count)]
     rng.shuffle(lengths)
     requests = []
     plaintext = getattr(pydoc, "plaintext")  # noqa: B009 (not in the type stubs)

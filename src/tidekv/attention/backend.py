@@ -161,7 +161,9 @@ class AttentionBackend:
                     q[begin : begin + q_len].transpose(0, 1)[None],
                     k_run,
                     v_run,
-                    attn_mask=_causal_mask(q_len, kv_len, q.device),
+                    # A prompt from its first token needs no mask tensor, and half of the products are skipped.
+                    attn_mask=None if q_len == kv_len else _causal_mask(q_len, kv_len, q.device),
+                    is_causal=q_len == kv_len,
                     scale=scaling,
                     enable_gqa=True,
                 )
