@@ -70,7 +70,7 @@ def workload(loaded: LoadedModel, count: int, seed: int) -> list[DemoRequest]:
         module = importlib.import_module(TEXT_MODULES[i % len(TEXT_MODULES)])
         text = pydoc.render_doc(module, renderer=plaintext)
         ids = loaded.tokenizer(f"Summarise document {i}.\n\n{text[:12_000]}")["input_ids"]  # type: ignore[misc]
-        requests.append(DemoRequest(list(ids[:length]), 48 + rng.randrange(49), i % 3 == 0))
+        requests.append(DemoRequest(list(ids[:length]), 48 + round(48 * rng.random() ** 3), i % 3 == 0))
     return requests
 
 
