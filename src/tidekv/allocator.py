@@ -74,6 +74,7 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
             if not self.ensure_capacity(pages, code):
                 return None
         slots, new_slots = self._allocate_slots(pages, code, decision.splits[code])
+        self.new_slots, self.new_order = slots, None
         offsets = torch.arange(self.page_size, device=self.device)
         out = (self._slots_on_device(slots, new_slots)[:, None] * self.page_size + offsets).reshape(-1)[:need_size]
         return out, self._dynamic_indices(out, slots)
@@ -203,6 +204,7 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
                 found = found if work.lookup is None else work.lookup[found]
             return found
 
+        self.new_slots, self.new_order = slots, order
         if self._in_step:
             self._written.append((lambda: np.concatenate([slots, touched_now()]), len(self._lookups)))
         return _Batch(slots, run, order, carried, touched_now)
@@ -237,6 +239,7 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
                 ledger.open_pages(HIGH, num_high)
                 ledger.open_pages(LOW, num_pages - num_high)
                 slots = ledger.free_list.last_taken(num_pages)
+        self.new_slots, self.new_order = slots, order
         if self._in_step:
             page_size = self.page_size
             self._written.append((
@@ -364,6 +367,15 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
                     self._roll_back(decision)
                     return False
         return True
+
+    def make_room(self, demand: dict[int, int], touched: Callable[[], IntArray]) -> bool:
+        """`ensure_capacity` for several priorities at once: {code: pages}, as one decision. False: nothing changed.
+
+        touched(): the slots ([n] combined ids) that the coming step goes on filling; those that are narrow need
+        staging. An allocation of just this demand then succeeds without further pressure.
+        """
+        with self._deciding(touched):
+            return all(self.ensure_capacity(pages, code) for code, pages in demand.items())
 
     def _fits(self, decision: Decision) -> bool:
         """The demand of all groups can be met from the books as they are now, staging and host pages included."""

@@ -117,6 +117,10 @@ class PagedPoolState:
         self.num_halvings = {HIGH: 0, LOW: 0}
         self.num_merges = self.num_pages_freed = self.num_restores = self.num_repacks = self.num_evicted_pages = 0
         self.refusals: list[str] = []  # why halvings were refused, newest last, at most 32
+        # Of the last allocating call, for callers with page ids of their own: the slots that it opened, and in which
+        # order the requests took them ([bs]; None: the caller's).
+        self.new_slots: IntArray = NO_SLOTS
+        self.new_order: torch.Tensor | None = None
 
     def drop_parked(self, host_pages: IntArray) -> None:
         """A parked request is gone (aborted, or dropped to be recomputed)."""
@@ -148,6 +152,11 @@ class PagedPoolState:
             self.ledger.release(slots)
         else:
             self._free_group = np.concatenate([self._free_group, slots])
+
+    def free_slots(self, slots: IntArray) -> None:
+        """Free slots whose combined ids ([n]) the caller knows on the host. `DoubleFreeError`: nothing changed."""
+        self._collect_freed()
+        self.ledger.release(contract.slots_to_free(self.ledger, slots * self.page_size, self._collected_frees()))
 
     def free_group_begin(self) -> None:
         """Frees until `free_group_end` are collected and done at once. They are checked at once all the same."""
