@@ -21,6 +21,7 @@ from tidekv.attention.backend import AttentionBackend
 from tidekv.engine.memory import RequestMemory
 from tidekv.engine.model import LoadedModel, load_model
 from tidekv.engine.narrow_scheduler import LOW_READS, LowReads, NarrowScheduler
+from tidekv.engine.page_books import PageBooks
 from tidekv.engine.prefix_cache import PrefixCache
 from tidekv.engine.request import Request, RequestOutput, RequestState
 from tidekv.engine.runner import Runner
@@ -126,7 +127,7 @@ class Engine:
     """Continuous batching for one model on one device. Not thread-safe: one thread calls it.
 
     loaded     shares a model that is already in memory between engines
-    executor   made for this engine in place of a `Runner`; then no KV exists, and only the books run
+    executor   made for this engine in place of a `Runner`; then no KV exists, and only the books run (on the CPU)
     clock      seconds, monotonic
     """
 
@@ -166,7 +167,10 @@ class Engine:
         self.host_pool = HostKVPool(
             self.geometry, host_bytes if keeps_host else 0, pin=None if has_kv else False, materialize=has_kv
         )
-        req_to_token_pool = ReqToTokenPool(config.max_running, context, device)
+        if has_kv:
+            req_to_token_pool = ReqToTokenPool(config.max_running, context, device)
+        else:
+            req_to_token_pool = PageBooks.page_rows(config.max_running, context, config.page_size)
         self.allocator = DynamicPagedTokenToKVPoolAllocator(
             pages * config.page_size,
             config.page_size,
@@ -183,7 +187,8 @@ class Engine:
             write_through=config.write_through and config.pressure == "narrow",
         )
         self.prefix_cache = PrefixCache(config.page_size) if config.prefix_cache else None
-        self.memory = RequestMemory(self.allocator, req_to_token_pool, self.prefix_cache)
+        keeper = RequestMemory if has_kv else PageBooks
+        self.memory = keeper(self.allocator, req_to_token_pool, self.prefix_cache)
         self.scheduler = self._scheduler()
         self.streamer = Streamer(self.device_pool, self.host_pool)
         self.backend = AttentionBackend(self.allocator.ledger, self.device_pool, self.host_pool, self.streamer)

@@ -28,11 +28,17 @@ class RequestMemory:
         self.pool = req_to_token_pool
         self.prefix_cache = prefix_cache
         self.page_size = allocator.page_size
+        self.columns_a_page = allocator.page_size  # of a row of `req_to_token`; `PageBooks` has 1
         if prefix_cache is not None:
             allocator.evictor = prefix_cache
             allocator.register_loc_holder(prefix_cache.loc_tensors)
 
     # ---- counting ----------------------------------------------------------------------------------------------
+
+    @property
+    def max_context_len(self) -> int:
+        """Tokens that a row has room for."""
+        return self.pool.max_context_len * self.page_size // self.columns_a_page
 
     def pages(self, num_tokens: int) -> int:
         """Logical pages of so many tokens."""
@@ -45,9 +51,9 @@ class RequestMemory:
 
     def slots_of(self, requests: list[Request]) -> IntArray:
         """[R, N] combined ids of the requests' pages, 0 beyond their ends, on the host. Waits for the device."""
-        width = max((self.pages(r.num_computed) for r in requests), default=0) * self.page_size
+        width = max((self.pages(r.num_computed) for r in requests), default=0) * self.columns_a_page
         rows = torch.tensor([r.row for r in requests], dtype=torch.int64, device=self.pool.device)
-        first_locs = self.pool.req_to_token[rows, :width][:, :: self.page_size]
+        first_locs = self.pool.req_to_token[rows, :width][:, :: self.columns_a_page]
         return first_locs.cpu().numpy().astype(np.int64) // self.page_size
 
     def narrow_slots(self, requests: list[Request]) -> IntArray:
@@ -79,8 +85,9 @@ class RequestMemory:
                 request.num_computed = len(found.node_ids) * self.page_size
                 request.owned_pages = np.zeros(len(found.node_ids), dtype=np.bool_)
                 locs = torch.from_numpy(found.locs).to(self.pool.device)
-                offsets = torch.arange(self.page_size, device=self.pool.device)
-                self.pool.write((request.row, slice(0, request.num_computed)), (locs[:, None] + offsets).reshape(-1))
+                offsets = torch.arange(self.columns_a_page, device=self.pool.device)
+                every = (locs[:, None] + offsets).reshape(-1)
+                self.pool.write((request.row, slice(0, len(every))), every)
                 if request.is_high_priority:
                     self.allocator.promote(locs)
         return True
@@ -93,7 +100,7 @@ class RequestMemory:
         elif request.row >= 0:
             owned = np.flatnonzero(request.owned_pages)
             if len(owned):
-                columns = torch.from_numpy(owned * self.page_size).to(self.pool.device)
+                columns = torch.from_numpy(owned * self.columns_a_page).to(self.pool.device)
                 self.allocator.free(self.pool.req_to_token[request.row, columns])
         if self.prefix_cache is not None:
             self.prefix_cache.unlock(request.prefix_nodes)
@@ -107,7 +114,7 @@ class RequestMemory:
         full = request.num_computed // self.page_size
         if self.prefix_cache is None or full == 0 or request.is_lossy:
             return
-        columns = torch.arange(full, device=self.pool.device) * self.page_size
+        columns = torch.arange(full, device=self.pool.device) * self.columns_a_page
         locs = self.pool.req_to_token[request.row, columns].cpu().numpy().astype(np.int64)
         result = self.prefix_cache.insert(request.all_tokens()[: full * self.page_size], locs)
         self.prefix_cache.lock(result.node_ids)
@@ -173,7 +180,7 @@ class RequestMemory:
         if self.prefix_cache is not None:
             shared = self.prefix_cache.num_shared(request.prefix_nodes)
             leaving[shared : len(request.prefix_nodes)] = True
-        columns = torch.from_numpy(np.flatnonzero(leaving) * self.page_size).to(self.pool.device)
+        columns = torch.from_numpy(np.flatnonzero(leaving) * self.columns_a_page).to(self.pool.device)
         ledger = self.allocator.ledger
         slots = self._locs(np.full(len(columns), request.row), columns.cpu().numpy()).cpu().numpy() // self.page_size
         if int((ledger.host_plus_1[slots] == 0).sum()) > len(ledger.host_free):
@@ -182,7 +189,7 @@ class RequestMemory:
         hosts = self.allocator.park(self.pool.req_to_token[request.row, columns])
         if hosts is None:
             raise InvariantError(f"request {request.id}: the host had room for {len(slots)} pages and refused them")
-        every = (columns[:, None] + torch.arange(self.page_size, device=self.pool.device)).reshape(-1)
+        every = (columns[:, None] + torch.arange(self.columns_a_page, device=self.pool.device)).reshape(-1)
         self.pool.req_to_token[request.row, every] = 0
         request.parked = hosts
         request.state = RequestState.PAUSED
@@ -218,12 +225,14 @@ class RequestMemory:
         if locs is None:
             return False
         owned = np.flatnonzero(request.owned_pages)
-        columns = torch.from_numpy(owned * self.page_size).to(self.pool.device)
-        every = (columns[:, None] + torch.arange(self.page_size, device=self.pool.device)).reshape(-1)
+        columns = torch.from_numpy(owned * self.columns_a_page).to(self.pool.device)
+        every = (columns[:, None] + torch.arange(self.columns_a_page, device=self.pool.device)).reshape(-1)
+        locs = locs.view(-1, self.page_size)[:, : self.columns_a_page].reshape(-1)
         # Only locations of computed tokens enter the row: the next extend or decode continues from there.
-        live = every < request.num_computed
+        end = -(-request.num_computed * self.columns_a_page // self.page_size)
+        live = every < end
         rows = torch.full_like(every[live], request.row)
-        self.pool.write_tokens(rows, every[live], locs[live], np.array([request.row]), np.array([request.num_computed]))
+        self.pool.write_tokens(rows, every[live], locs[live], np.array([request.row]), np.array([end]))
         request.parked = None
         # A prompt with one token left is still a prefill: its end publishes the prefix.
         decodes = bool(request.output_ids) and request.num_computed + 1 == request.num_tokens

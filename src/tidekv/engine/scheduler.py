@@ -54,7 +54,7 @@ class Scheduler:
 
     def largest_request(self) -> int:
         """Tokens (prompt and output) that a request can reach when it has the pool to itself."""
-        return min(self.largest_pool(), self.memory.pool.max_context_len)
+        return min(self.largest_pool(), self.memory.max_context_len)
 
     def add(self, request: Request) -> None:
         """Queue a request. `CapacityError` if it can never fit, with the number of tokens that would."""
