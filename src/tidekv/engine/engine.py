@@ -269,6 +269,14 @@ class Engine:
         self.scheduler.end_step()
         return [self.output(request.id) for request in ended]
 
+    def book_decodes(self, requests: Sequence[Request], times_s: Sequence[float]) -> None:
+        """Book that each of these requests got a token at each of these times, and none of them ended. For a replay
+        that makes steps without planning them one by one; their memory and counts are the caller's."""
+        for request in requests:
+            request.output_ids += [0] * len(times_s)
+            request.token_times_s += times_s
+        self._generated_tokens += len(requests) * len(times_s)
+
     def _take_token(self, request: Request, token: int, now: float) -> bool:
         """Book a sampled token; True if the request ends with it."""
         if request.state is RequestState.PREFILL:

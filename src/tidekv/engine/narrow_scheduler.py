@@ -86,12 +86,29 @@ class NarrowScheduler(Scheduler):
             self.longest_pause_steps = max(self.longest_pause_steps, self._paused_steps(request))
             request.last_step = self.num_steps
             request.is_lossy |= self._is_window(request) and request.away_cells > 0
-        self.step_s = self._seconds(plan)
-        high = any(r.is_high_priority for r, _ in plan.work)
-        earned = policy.move_budget_bytes(self.rates, self.step_s, self.high_share, high)
+        self._earn(self._seconds(plan), any(r.is_high_priority for r, _ in plan.work))
+        return plan
+
+    def repeats(self) -> bool:
+        """As in the base class; with nobody narrow, parked or waiting there is nothing for this class to decide."""
+        if not self.widths.can_narrow:
+            return super().repeats()
+        return super().repeats() and not self.parked and not self.waiting
+
+    def repeat(self, requests: list[Request]) -> None:
+        """Book one such step."""
+        super().repeat(requests)
+        if self.widths.can_narrow:
+            seconds = policy.step_s(self.rates, len(requests), sum(r.num_computed for r in requests), 0)
+            self.streamed_bytes, self.stream_budget = 0, policy.stream_budget_bytes(self.rates, seconds)
+            self._earn(seconds, any(r.is_high_priority for r in requests))
+
+    def _earn(self, seconds: float, high: bool) -> None:
+        """What a step of this length, with high priority in it or not, may spend on widening."""
+        self.step_s = seconds
+        earned = policy.move_budget_bytes(self.rates, seconds, self.high_share, high)
         # Saved up for a batch, no more: a burst of widening would be one long gap.
         self.move_bytes = min(self.move_bytes + earned, max(earned, policy.WIDEN_BATCH * self._slot_bytes()))
-        return plan
 
     def _count(self, *, everybody: bool = False) -> None:
         """Widths of those that may have changed; of everybody where the ladder ran, and every 64 steps."""

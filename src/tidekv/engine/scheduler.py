@@ -96,6 +96,23 @@ class Scheduler:
             request.last_step = self.num_steps
         return plan
 
+    def repeats(self) -> bool:
+        """The next plans are all decodes of everybody who runs, until a request arrives or ends or a page is missing:
+        no queue moves before, because what is free only becomes less."""
+        if any(r.state is not RequestState.DECODE for r in self.running) or not self.running:
+            return False
+        if self.memory.allocator.ledger.any_narrow or (self.parked and self._fits_back(by_rank(self.parked)[0])):
+            return False
+        return (
+            not self.waiting or len(self.running) >= self.max_running or not self._may_admit(by_rank(self.waiting)[0])
+        )
+
+    def repeat(self, requests: list[Request]) -> None:
+        """Book one such step of `requests`, everybody who runs, as if it had been planned."""
+        self.num_steps += 1
+        for request in requests:
+            request.last_step = self.num_steps
+
     def _plan_decodes(self, plan: StepPlan) -> None:
         chosen = self._steppable(by_rank(r for r in self.running if r.state is RequestState.DECODE))
         while chosen and not self.memory.decode(chosen):
@@ -247,11 +264,13 @@ class Scheduler:
         """Parked requests come back, highest and oldest first, when there is room without new pressure, or nothing
         runs."""
         for request in by_rank(self.parked):
-            allocator = self.memory.allocator
-            pages = int(request.owned_pages.sum()) + 1 + len(self.running)  # and a page for everybody's growth
-            room = allocator.available_size(request.is_high_priority) // self.memory.page_size
-            fits = pages <= max(room, self.memory.free_pages())  # a cached prefix that nobody references is room too
-            if (self.running and not fits) or not self.memory.unpark(request):
+            if (self.running and not self._fits_back(request)) or not self.memory.unpark(request):
                 break
             self.parked.remove(request)
             self.running.append(request)
+
+    def _fits_back(self, request: Request) -> bool:
+        """A parked request has room without new pressure, and everybody who runs has a page to grow."""
+        pages = int(request.owned_pages.sum()) + 1 + len(self.running)
+        room = self.memory.allocator.available_size(request.is_high_priority) // self.memory.page_size
+        return pages <= max(room, self.memory.free_pages())  # a cached prefix that nobody references is room too

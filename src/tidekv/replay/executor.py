@@ -10,6 +10,7 @@ import numpy as np
 from tidekv.engine.engine import Engine
 from tidekv.engine.model import LoadedModel
 from tidekv.engine.request import Request, RequestState
+from tidekv.engine.scheduler import by_rank
 from tidekv.replay.cost import CostModel, ModelShape, StepLoad
 
 VOCAB_SIZE = 2**40  # no token is ever looked up: a wide range keeps made-up prompts from sharing pages by accident
@@ -54,7 +55,16 @@ class ModelExecutor:
 
     def run(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Book the step; returns (request, token 0) for those whose known tokens are all computed."""
-        load = self.load_of(work)
+        self._pass(self.load_of(work))
+        sampled = []
+        for request, tokens in work:
+            request.num_computed += tokens
+            if request.num_computed == request.num_tokens:
+                sampled.append((request, 0))
+        return sampled
+
+    def _pass(self, load: StepLoad) -> None:
+        """The step takes its time."""
         self.last_load = load
         compute_s, moves_s, step_s = self.cost.compute_s(load), self.cost.moves_s(load), self.cost.step_s(load)
         totals = self.totals
@@ -66,12 +76,41 @@ class ModelExecutor:
         totals.steps += 1
         self.engine.streamer.bytes_in += load.streamed_bytes
         self.clock.now_s += step_s
-        sampled = []
-        for request, tokens in work:
-            request.num_computed += tokens
-            if request.num_computed == request.num_tokens:
-                sampled.append((request, 0))
-        return sampled
+
+    def repeat(self, before_s: float, until_s: float) -> list[float]:
+        """Repeat the decode step that everybody who runs is in, as often as the scheduler would plan just that.
+
+        Stops before a request ends, before a page is missing, at the first step that ends at or after `until_s`, and
+        before a step that would begin at or after `before_s` (when the next request arrives). Returns the steps'
+        seconds; everything is booked as if each step had been planned (a test compares the two).
+        """
+        engine, scheduler, ledger = self.engine, self.engine.scheduler, self.engine.allocator.ledger
+        if self._moves() != self._seen or not scheduler.repeats():
+            return []
+        requests = by_rank(scheduler.running)
+        page_size, batch = engine.memory.page_size, len(requests)
+        most = min(r.sampling.max_new_tokens - len(r.output_ids) for r in requests) - 1
+        context = sum(r.num_computed for r in requests)
+        seconds: list[float] = []
+        times: list[float] = []
+        while len(seconds) < most and self.clock.now_s < min(before_s, until_s):
+            opening = [r for r in requests if r.num_computed % page_size == 0]
+            if len(opening) > ledger.num_free_pages or (opening and not engine.memory.decode(opening)):
+                break
+            scheduler.repeat(requests)
+            context += batch
+            began_s = self.clock.now_s
+            self._pass(StepLoad(batch, context))
+            for request in requests:
+                request.num_computed += 1
+            seconds.append(self.clock.now_s - began_s)
+            times.append(self.clock.now_s)
+        engine.book_decodes(requests, times)
+        return seconds
+
+    def _moves(self) -> tuple[int, int, int]:
+        moves = self.engine.allocator.repacker.counters
+        return moves.device_bytes, moves.to_host_bytes, moves.from_host_bytes
 
     def load_of(self, work: list[tuple[Request, int]]) -> StepLoad:
         """The step's counts; the moves are those since the last step."""
@@ -84,8 +123,7 @@ class ModelExecutor:
             else:
                 prompt += tokens
                 context_sum += tokens * start + tokens * (tokens + 1) // 2
-        moves = self.engine.allocator.repacker.counters
-        now = (moves.device_bytes, moves.to_host_bytes, moves.from_host_bytes)
+        now = self._moves()
         device, to_host, from_host = (a - b for a, b in zip(now, self._seen, strict=True))
         self._seen = now
         streamed = self.streamed_bytes([request for request, _ in work])

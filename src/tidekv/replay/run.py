@@ -28,6 +28,7 @@ from tidekv.replay.trace import TraceRequest
 
 UNLIMITED = "unlimited"
 POLICIES = ("narrow", "reserve", "retract", "swap", UNLIMITED)
+PROGRESS_STEPS = 128  # a bar moves a few times a second
 Progress = Callable[[str, float, float], None]  # (policy, done of all requests in 0..1, seconds of the trace)
 
 
@@ -192,16 +193,23 @@ def run_policy(
     config: ReplayConfig,
     loaded: LoadedModel | None = None,
     progress: Progress | None = None,
+    *,
+    repeat_steps: bool = True,
 ) -> PolicyRun:
-    """Serve the whole trace with one policy. The books are recounted at the end."""
+    """Serve the whole trace with one policy. The books are recounted at the end.
+
+    repeat_steps: False plans every step of the virtual clock by itself; the outcome is the same, and later.
+    """
     max_context_len = max(r.prompt_tokens + r.output_tokens for r in trace) + config.page_size
     engine, cost = build_engine(policy, num_pages, max_context_len, config, loaded)
-    driver = _Driver(engine, trace, config.sample_s)
+    driver = _Driver(engine, trace, config.sample_s, repeat_steps)
     started_s = time.perf_counter()
     interrupted = False
     try:
+        shown = 0
         for done in driver.steps():
-            if progress is not None and done % 256 == 0:
+            if progress is not None and done >= shown + PROGRESS_STEPS:
+                shown = done
                 progress(policy, driver.num_done / len(trace), driver.now_s)
     except KeyboardInterrupt:
         interrupted = True
@@ -234,8 +242,10 @@ def run_policy(
 class _Driver:
     """Feeds arrivals to an engine and steps it until all of them are done."""
 
-    def __init__(self, engine: Engine, trace: Sequence[TraceRequest], sample_s: float) -> None:
-        self.engine, self.trace, self.sample_s = engine, trace, sample_s
+    def __init__(
+        self, engine: Engine, trace: Sequence[TraceRequest], sample_s: float, repeat_steps: bool = True
+    ) -> None:
+        self.engine, self.trace, self.sample_s, self.repeat_steps = engine, trace, sample_s, repeat_steps
         self.virtual = engine.clock if isinstance(engine.clock, VirtualClock) else None
         self.start_s = engine.clock()
         self.requests: list[Request] = []
@@ -250,7 +260,7 @@ class _Driver:
         return self.engine.clock() - self.start_s
 
     def steps(self) -> Iterator[int]:
-        """Yields the number of steps after each of them."""
+        """Yields the number of steps after each of them, or after several that are alike."""
         arrived, idle, next_sample_s = 0, 0, 0.0
         engine, scheduler = self.engine, self.engine.scheduler
         while arrived < len(self.trace) or scheduler.has_work:
@@ -271,6 +281,9 @@ class _Driver:
                 idle += 1
                 if idle > 1000:
                     raise InvariantError(f"{scheduler.pressure}: nothing runs though requests wait: {self._queues()}")
+            if isinstance(engine.runner, ModelExecutor) and self.repeat_steps:
+                next_arrival_s = self.trace[arrived].arrival_s if arrived < len(self.trace) else float("inf")
+                self.step_s += engine.runner.repeat(self.start_s + next_arrival_s, self.start_s + next_sample_s)
             self.peak_pages = max(self.peak_pages, self._held_pages())
             if self.now_s >= next_sample_s:
                 self._sample()
