@@ -1,0 +1,18 @@
+"""tidekv inside SGLang: a plugin that replaces the paged allocator, the MHA pool and the attention backend of a server.
+
+    TIDEKV_SGLANG=1 python -m sglang.launch_server ... --disable-overlap-schedule --page-size 16
+
+    plugin.py         the entry point: which hooks, and the refusal to start if one did not take
+    seams.py          every place of SGLang that is touched, with its signature and the versions it was read in
+    refusals.py       what this plugin cannot serve, as messages that name the flag
+    hooks.py          what SGLang calls
+    allocator.py      SGLang's allocator contract in virtual page ids, over the core's allocator
+    virtual_pages.py  virtual page id -> slot: the one table that a repack rewrites
+    capacity.py       how many virtual pages so many physical ones can carry
+    pool.py           SGLang's per-layer buffers as views of the core's flat tensors
+    batch_plan.py     from SGLang's forward batch to the core's packed batch
+    attention.py      SGLang's attention backends, with the core's attention where a batch is narrowed
+    metrics.py        tidekv:... beside sglang:..., and the log lines
+
+Importing this package imports nothing of SGLang; modules that do are imported by `plugin.install`.
+"""

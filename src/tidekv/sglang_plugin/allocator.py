@@ -1,0 +1,325 @@
+"""SGLang's paged allocator contract in virtual page ids, over the core's allocator. Adapts; decides nothing of its own.
+
+    SGLang asks for tokens  ->  the core opens slots (and narrows, merges, refuses)  ->  each slot gets a virtual id
+    SGLang frees tokens     ->  their virtual pages  ->  the core releases the slots
+
+Counts that SGLang sees (`size`, `available_size`) are virtual, so its admission and its leak check work as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+
+from tidekv.allocator import DynamicPagedTokenToKVPoolAllocator
+from tidekv.errors import InvariantError
+from tidekv.kernels import assign
+from tidekv.memory.ledger import DYNAMIC, HIGH, LOW, IntArray
+from tidekv.sglang_plugin.pool import TideKVPool
+from tidekv.sglang_plugin.virtual_pages import VirtualPages
+
+_new_event: Callable[..., Any] = torch.cuda.Event  # torch does not type its constructor
+
+
+@dataclass(frozen=True)
+class BatchView:
+    """Who allocates: announced by the hooks before SGLang prepares a batch.
+
+    high   [bs] bool; evict(tokens): drop so many tokens of cached prefixes; evictable(): tokens that could be dropped
+    """
+
+    high: tuple[bool, ...]
+    evictable: Callable[[], int]
+    evict: Callable[[int], None]
+
+
+class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglang is untyped here
+    """`size` in virtual tokens. `core` owns the physical pages; its ids appear nowhere outside."""
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: str,
+        kvcache: TideKVPool,
+        need_sort: bool,
+        core: DynamicPagedTokenToKVPoolAllocator,
+    ) -> None:
+        self.core = core
+        self.pages = VirtualPages(size // page_size, core.geometry.num_pages, page_size, core.device)
+        core.register_loc_holder(self.pages.tensors)
+        self.batch: BatchView | None = None
+        self.num_evictions = 0  # tokens that physical pressure took from the prefix cache
+        self.num_changes = 0  # allocations and frees: the idle check runs when it has moved
+        super().__init__(size, page_size, dtype, device, kvcache, need_sort)
+
+    # ---- counts: virtual -----------------------------------------------------------------------------------------
+
+    def available_size(self) -> int:
+        """Tokens in free virtual pages. Frees whose ids are still on their way from the device are counted."""
+        if any(count is None for _, _, count in self._in_flight):
+            self.collect_freed()
+        coming = sum(count or 0 for _, _, count in self._in_flight)
+        return (self.pages.num_free + coming) * int(self.page_size)
+
+    def get_all_free_pages(self) -> torch.Tensor:
+        self.collect_freed()
+        return torch.from_numpy(self.pages.free_ids()).to(self.device)
+
+    def merge_and_sort_free(self) -> None:
+        """The core keeps its free list sorted."""
+
+    def clear(self) -> None:
+        """Everything is free, and full width again."""
+        self.core.clear()
+        self.pages.clear()
+        self.free_pages = self.release_pages = None
+        self.free_group = None
+        self.free_page_ids_group: list[torch.Tensor] = []
+        self._in_flight: list[tuple[torch.Tensor, torch.cuda.Event, int | None]] = []
+
+    # ---- allocation ----------------------------------------------------------------------------------------------
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """Whole pages, as high priority. SGLang uses it where no request is known."""
+        pages = need_size // self.page_size
+        if pages > self.pages.num_free:
+            self.collect_freed()
+        if pages > self.pages.num_free:
+            return None
+        self._evict_before_narrowing({HIGH: pages}, 0)
+        if self.core.alloc(pages * self.page_size, True) is None:
+            return None
+        ids = self._upload(self._assign_ids())
+        offsets = torch.arange(self.page_size, device=self.device)
+        locs: torch.Tensor = (ids[:, None] * self.page_size + offsets).reshape(-1)
+        return locs
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> torch.Tensor | None:
+        """Tokens [prefix, seq) of each request -> virtual locs [extend_num_tokens] int64; None: nothing changed."""
+        page_size = int(self.page_size)
+        prefix, seq = prefix_lens_cpu.numpy(), seq_lens_cpu.numpy()
+        new_pages = -(-seq // page_size) - -(-prefix // page_size)
+        high = self._priorities(len(seq))
+        if not self._prepare(new_pages, high):
+            return None
+        last = last_loc.to(torch.int64)
+        found = self.core.alloc_extend(
+            prefix_lens.to(torch.int64), prefix_lens_cpu, seq_lens.to(torch.int64), seq_lens_cpu,
+            self.pages.locations(last).contiguous(), extend_num_tokens, high,
+        )  # fmt: skip
+        if found is None:
+            return None
+        ids = self._assign_ids()
+        if not self.pages.displaced and np.array_equal(ids, self.core.new_slots):
+            return found[0]
+        return assign.alloc_extend(
+            prefix_lens, seq_lens, last, self._upload(ids), extend_num_tokens, page_size, self.core.new_order,
+            checked=True,
+        )  # fmt: skip
+
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        """One more token for each request -> virtual locs [bs] int64; None: nothing changed."""
+        seq = seq_lens_cpu.numpy()
+        high = self._priorities(len(seq))
+        if not self._prepare((seq % self.page_size == 1).astype(np.int64), high):
+            return None
+        last = last_loc.to(torch.int64)
+        found = self.core.alloc_decode(
+            seq_lens.to(torch.int64), seq_lens_cpu, self.pages.locations(last).contiguous(), high
+        )
+        if found is None:
+            return None
+        ids = self._assign_ids()
+        if not self.pages.displaced and np.array_equal(ids, self.core.new_slots):
+            return found[0]
+        return assign.alloc_decode(
+            seq_lens, last, self._upload(ids), int(self.page_size), self.core.new_order, checked=True
+        )
+
+    def _upload(self, ids: IntArray) -> torch.Tensor:
+        return torch.from_numpy(ids).to(self.device, non_blocking=True)
+
+    def _priorities(self, bs: int) -> bool | list[bool]:
+        """One bool if the batch is all of one class. A batch with rows that no request was announced for is high."""
+        high = self.batch.high if self.batch is not None else ()
+        if len(high) != bs or all(high):
+            return True
+        return list(high) if any(high) else False
+
+    def _prepare(self, new_pages: IntArray, high: bool | list[bool]) -> bool:
+        """Virtual ids for the demand are there, and cached prefixes went before anything has to narrow."""
+        total = int(new_pages.sum())
+        if total > self.pages.num_free or total > self.core.ledger.num_free_pages:
+            self.collect_freed()
+        if total > self.pages.num_free:
+            return False
+        self._evict_before_narrowing(demand_of(new_pages, high), len(new_pages))
+        return True
+
+    def _assign_ids(self) -> IntArray:
+        slots = self.core.new_slots
+        self.num_changes += 1
+        return self.pages.assign(slots, self.core.ledger.levels_of(slots) == 0)
+
+    # ---- pressure ------------------------------------------------------------------------------------------------
+
+    def make_room(self, new_pages: IntArray, high: list[bool], touched: Callable[[], IntArray]) -> bool:
+        """Whether the next decode step fits, narrowing if that makes it fit. new_pages: [bs] pages each request opens.
+
+        touched(): virtual pages that the step goes on filling; read from the device only if something is narrow.
+        """
+        demand = demand_of(new_pages, high)
+        ledger = self.core.ledger
+        if int(new_pages.sum()) > ledger.num_free_pages or not ledger.at_full_width:
+            self.collect_freed()
+        elif ledger.at_full_width:
+            return True
+        self._evict_before_narrowing(demand, len(new_pages))
+        return self.core.make_room(demand, lambda: self.pages.slots_of(touched()))
+
+    def _evict_before_narrowing(self, demand: dict[int, int], bs: int) -> None:
+        """Cached prefixes that nobody references go while physical pages are short: rung 0 of the ladder, with SGLang's
+        own cache and order of eviction."""
+        batch = self.batch
+        while batch is not None and (short := self._shortage(demand, bs)) > 0 and batch.evictable() > 0:
+            before = self.pages.num_free
+            batch.evict(min(short * int(self.page_size), batch.evictable()))
+            self.collect_freed()
+            gained = self.pages.num_free - before
+            self.num_evictions += max(0, gained) * int(self.page_size)
+            if gained <= 0:
+                return
+
+    def _shortage(self, demand: dict[int, int], bs: int) -> int:
+        """Physical pages that are missing for the demand at the present widths, staging for the step included."""
+        ledger = self.core.ledger
+        need = 0
+        for code, pages in demand.items():
+            level = ledger.level[code]
+            rest = max(0, pages - len(ledger.partial_slots(code, level)))
+            need += -(-rest // (1 << level))
+        if ledger.any_narrow or any(ledger.level):
+            need += max(0 if ledger.used[DYNAMIC] else 1, ledger.staging_pages_for(bs + sum(demand.values())))
+        return need - ledger.num_free_pages
+
+    def promote(self, ids: IntArray) -> None:
+        """These virtual pages are read by a high-priority request from now on."""
+        slots = self.pages.slots_of(ids)
+        slots = slots[slots > 0]
+        if len(slots) and self.core.ledger.used[LOW]:
+            self.core.ledger.promote(slots)
+
+    def restore(self, start_free: float) -> int:
+        """Widths come back while physical pages are plentiful; cached prefixes count as plenty. Returns slots
+        widened."""
+        core, batch = self.core, self.batch
+        ledger = core.ledger
+        if not ledger.any_narrow and not any(ledger.level):
+            return 0
+        self.collect_freed()
+        wanted = int(start_free * core.geometry.num_pages) + 1
+        short = wanted - ledger.num_free_pages
+        # A cached page may be narrow and give up less than a page: at least half of what the cache holds must do.
+        if short > 0 and batch is not None and batch.evictable() >= 2 * short * self.page_size:
+            batch.evict(short * int(self.page_size))
+            self.collect_freed()
+        return core.restore_widths(start_free=start_free, stop_free=start_free / 2)
+
+    def end_step(self) -> None:
+        """The forward that used the staging pairs is over."""
+        self.core.ledger.end_step()
+
+    # ---- freeing -------------------------------------------------------------------------------------------------
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """Free the virtual pages that these locs lie in."""
+        if free_index.numel():
+            self._free_ids(free_index // self.page_size, None)
+
+    def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
+        """Free the pages of a run of one request's row that starts on a page boundary."""
+        if start_pos % self.page_size:
+            raise InvariantError(f"segment start {start_pos} is not on a boundary of pages of {self.page_size}")
+        if free_index.numel():
+            self.free_page_ids(free_index[:: self.page_size] // self.page_size)
+
+    def free_page_ids(self, page_ids: torch.Tensor) -> None:
+        """Free exactly these pages, each once."""
+        if page_ids.numel():
+            self._free_ids(page_ids, page_ids.numel())
+
+    def _free_ids(self, ids: torch.Tensor, count: int | None) -> None:
+        """`count`: how many distinct pages they are, where the caller knows."""
+        if self.free_group is not None:
+            if count is None:
+                self.free_group.append(ids.clone())
+            else:
+                self.free_page_ids_group.append(ids.clone())
+        elif not ids.is_cuda:
+            self._release(ids.numpy())
+        else:  # read back behind the queued work; booked when a count or a page is needed
+            copy = torch.empty(ids.numel(), dtype=torch.int64, pin_memory=True)
+            copy.copy_(ids.reshape(-1), non_blocking=True)
+            event = _new_event()
+            event.record()
+            self._in_flight.append((copy, event, count))
+
+    def free_group_end(self) -> None:
+        loose, self.free_group = self.free_group, None
+        exact, self.free_page_ids_group = self.free_page_ids_group, []
+        if exact:
+            ids = torch.cat(exact)
+            self._free_ids(ids, ids.numel())
+        if loose:
+            self._free_ids(torch.cat(loose), None)
+
+    def collect_freed(self) -> None:
+        """Book the frees whose ids were on their way. At points fixed by counts, so that all ranks do it alike."""
+        while self._in_flight:
+            ids, event, _ = self._in_flight.pop(0)
+            event.synchronize()
+            self._release(ids.numpy())
+
+    def _release(self, ids: IntArray) -> None:
+        self.core.free_slots(self.pages.release(np.unique(ids.astype(np.int64, copy=False))))
+        self.num_changes += 1
+
+    # ---- checks, and what is refused -----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The books of both sides, and that they agree; `InvariantError` for the first thing that is off."""
+        self.collect_freed()
+        self.pages.check()
+        self.core.check()
+        occupied = int(self.core.ledger.occupied.sum())
+        if occupied != self.pages.num_live:
+            raise InvariantError(f"{occupied} slots are occupied, {self.pages.num_live} virtual pages are in use")
+
+    def resize(self, config: Any) -> None:
+        raise InvariantError("tidekv's pool cannot be resized after start: unset SGLang's post-capture KV sizing")
+
+
+def demand_of(new_pages: IntArray, high: bool | Sequence[bool]) -> dict[int, int]:
+    """{priority code: pages} of the requests' new pages ([bs])."""
+    if isinstance(high, bool):
+        return {HIGH if high else LOW: int(new_pages.sum())}
+    mask = np.asarray(high, dtype=np.bool_)
+    return {HIGH: int(new_pages[mask].sum()), LOW: int(new_pages[~mask].sum())}

@@ -1,0 +1,71 @@
+"""Settings of the plugin, from the environment: SGLang has no place for a plugin's command-line flags."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tidekv.errors import ConfigError
+
+SWITCH = "TIDEKV_SGLANG"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an operator may choose. Every field is one variable, TIDEKV_ and its name in capitals.
+
+    priority_threshold    requests with at least this `priority` are high (with SGLang's low-values-first: at most this)
+    overcommit            virtual pages for each physical one, at most; 1 is a stock server's admission
+    host_tokens           tokens of host memory for layers that left the device; default: all that are admitted
+    low_max_pages, high_reserved_pages   thresholds of the pressure ladder, in pages; default: the core's fractions
+    restore_free          fraction of free pages from which widths come back
+    """
+
+    priority_threshold: int = 1
+    overcommit: float = 2.0
+    host_tokens: int | None = None
+    low_max_pages: int | None = None
+    high_reserved_pages: int | None = None
+    restore_free: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not 1.0 <= self.overcommit <= 64.0:
+            raise ConfigError(f"TIDEKV_OVERCOMMIT must lie in 1.0..64.0, got {self.overcommit}")
+        if not 0.0 < self.restore_free <= 1.0:
+            raise ConfigError(f"TIDEKV_RESTORE_FREE must lie in (0.0, 1.0], got {self.restore_free}")
+        if self.host_tokens is not None and self.host_tokens < 0:
+            raise ConfigError(f"TIDEKV_HOST_TOKENS must be >= 0, got {self.host_tokens}")
+
+
+def is_switched_on(environ: Mapping[str, str] = os.environ) -> bool:
+    """TIDEKV_SGLANG=1; 0, empty or unset is off. `ConfigError` for anything else: a typo must not run stock."""
+    value = environ.get(SWITCH, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"{SWITCH} must be 1 (on) or 0 (off), got {value!r}")
+    return value == "1"
+
+
+def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
+    """The settings; `ConfigError` for a value that is no number, or a TIDEKV_ variable that does not exist."""
+    kinds: dict[str, type[int] | type[float]] = {
+        "PRIORITY_THRESHOLD": int,
+        "OVERCOMMIT": float,
+        "HOST_TOKENS": int,
+        "LOW_MAX_PAGES": int,
+        "HIGH_RESERVED_PAGES": int,
+        "RESTORE_FREE": float,
+    }
+    unknown = [k for k in environ if k.startswith("TIDEKV_") and k != SWITCH and k[len("TIDEKV_") :] not in kinds]
+    if unknown:
+        known = ", ".join(f"TIDEKV_{name}" for name in kinds)
+        raise ConfigError(f"{', '.join(sorted(unknown))} means nothing to tidekv; there are {SWITCH}, {known}")
+    found: dict[str, int | float] = {}
+    for name, kind in kinds.items():
+        text = environ.get(f"TIDEKV_{name}")
+        if text:
+            try:
+                found[name.lower()] = kind(text)
+            except ValueError:
+                raise ConfigError(f"TIDEKV_{name} must be {kind.__name__}, got {text!r}") from None
+    return Settings(**found)  # type: ignore[arg-type]
