@@ -16,7 +16,7 @@ from tidekv.engine.narrow_scheduler import NarrowScheduler
 from tidekv.engine.streaming_policy import MIN_QUANTUM
 from tidekv.errors import ConfigError
 from tidekv.replay import report
-from tidekv.replay.run import PolicyRun, ReplayConfig, _Driver, build_engine, replay, run_policy
+from tidekv.replay.run import Driver, PolicyRun, ReplayConfig, build_engine, replay, run_policy
 from tidekv.replay.trace import TraceRequest
 
 CONFIG = ReplayConfig(capacity=8192, prefill_chunk=1024, max_running=64)
@@ -64,7 +64,7 @@ def test_one_long_document_among_chats() -> None:
 def test_two_equals_do_not_ping_pong() -> None:
     trace = [low(0, 0.0, 5000, 200), low(1, 0.0, 5000, 200)]  # one fits, two do not
     engine, _ = build_engine("narrow", PAGES, 8192, CONFIG, None)
-    driver = _Driver(engine, trace, 0.5)
+    driver = Driver(engine, trace, 0.5)
     for _ in driver.steps():
         pass
     scheduler = engine.scheduler
@@ -91,7 +91,7 @@ def test_a_high_arrival_into_a_full_batch_of_lows() -> None:
 def test_pressure_ends_and_widths_come_back() -> None:
     trace = [low(i, 0.0, 2000, 60) for i in range(8)] + [low(8, 30.0, 1000, 600)]
     engine, _ = build_engine("narrow", PAGES, 8192, CONFIG, None)
-    driver = _Driver(engine, trace, 0.5)
+    driver = Driver(engine, trace, 0.5)
     for _ in driver.steps():
         pass
     last = driver.requests[8]

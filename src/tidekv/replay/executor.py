@@ -44,6 +44,53 @@ def stand_in_model(shape: ModelShape, max_context_len: int) -> LoadedModel:
     return LoadedModel(None, None, config, shape.layer_num, shape.num_kv_heads, shape.head_dim, frozenset())
 
 
+class LoadCounter:
+    """What the steps of an engine have to do, from its books: for the cost model, or beside a real runner."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._seen = self.moves()
+
+    @property
+    def moved(self) -> bool:
+        """Something was moved since the last step."""
+        return self.moves() != self._seen
+
+    def moves(self) -> tuple[int, int, int]:
+        moves = self.engine.allocator.repacker.counters
+        return moves.device_bytes, moves.to_host_bytes, moves.from_host_bytes
+
+    def load_of(self, work: list[tuple[Request, int]]) -> StepLoad:
+        """The step's counts; the moves are those since the last step."""
+        batch = context = prompt = context_sum = 0
+        for request, tokens in work:
+            start = request.num_computed
+            if tokens == 1 and request.state is RequestState.DECODE:
+                batch += 1
+                context += start + 1
+            else:
+                prompt += tokens
+                context_sum += tokens * start + tokens * (tokens + 1) // 2
+        now = self.moves()
+        device, to_host, from_host = (a - b for a, b in zip(now, self._seen, strict=True))
+        self._seen = now
+        streamed = self.streamed_bytes([request for request, _ in work])
+        return StepLoad(batch, context, prompt, context_sum, streamed, device, to_host, from_host)
+
+    def streamed_bytes(self, requests: list[Request]) -> int:
+        """Bytes of the layers that are not resident, of all pages that these requests read. A window reads none."""
+        ledger = self.engine.allocator.ledger
+        if self.engine.config.low_reads == "window":
+            requests = [r for r in requests if r.is_high_priority]
+        if not ledger.any_narrow or not requests:
+            return 0
+        slots = self.engine.memory.slots_of(requests)
+        levels = ledger.levels_of(slots[slots > 0])
+        away = ledger.geometry.layer_num - np.array(ledger.ladder, dtype=np.int64)
+        counts = np.bincount(levels, minlength=len(ledger.ladder))
+        return int((counts * away).sum()) * ledger.geometry.cell_bytes
+
+
 class ModelExecutor:
     """In place of the engine's `Runner`: counts what a step would read and compute, advances the clock by its cost."""
 
@@ -51,11 +98,11 @@ class ModelExecutor:
         self.engine, self.cost, self.clock = engine, cost, clock
         self.totals = ModelledTotals()
         self.last_load = StepLoad()
-        self._seen = (0, 0, 0)
+        self.counter = LoadCounter(engine)
 
     def run(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Book the step; returns (request, token 0) for those whose known tokens are all computed."""
-        self._pass(self.load_of(work))
+        self._pass(self.counter.load_of(work))
         sampled = []
         for request, tokens in work:
             request.num_computed += tokens
@@ -85,7 +132,7 @@ class ModelExecutor:
         seconds; everything is booked as if each step had been planned (a test compares the two).
         """
         engine, scheduler, ledger = self.engine, self.engine.scheduler, self.engine.allocator.ledger
-        if self._moves() != self._seen or not scheduler.repeats():
+        if self.counter.moved or not scheduler.repeats():
             return []
         requests = by_rank(scheduler.running)
         page_size, batch = engine.memory.page_size, len(requests)
@@ -107,37 +154,3 @@ class ModelExecutor:
             times.append(self.clock.now_s)
         engine.book_decodes(requests, times)
         return seconds
-
-    def _moves(self) -> tuple[int, int, int]:
-        moves = self.engine.allocator.repacker.counters
-        return moves.device_bytes, moves.to_host_bytes, moves.from_host_bytes
-
-    def load_of(self, work: list[tuple[Request, int]]) -> StepLoad:
-        """The step's counts; the moves are those since the last step."""
-        batch = context = prompt = context_sum = 0
-        for request, tokens in work:
-            start = request.num_computed
-            if tokens == 1 and request.state is RequestState.DECODE:
-                batch += 1
-                context += start + 1
-            else:
-                prompt += tokens
-                context_sum += tokens * start + tokens * (tokens + 1) // 2
-        now = self._moves()
-        device, to_host, from_host = (a - b for a, b in zip(now, self._seen, strict=True))
-        self._seen = now
-        streamed = self.streamed_bytes([request for request, _ in work])
-        return StepLoad(batch, context, prompt, context_sum, streamed, device, to_host, from_host)
-
-    def streamed_bytes(self, requests: list[Request]) -> int:
-        """Bytes of the layers that are not resident, of all pages that these requests read. A window reads none."""
-        ledger = self.engine.allocator.ledger
-        if self.engine.config.low_reads == "window":
-            requests = [r for r in requests if r.is_high_priority]
-        if not ledger.any_narrow or not requests:
-            return 0
-        slots = self.engine.memory.slots_of(requests)
-        levels = ledger.levels_of(slots[slots > 0])
-        away = ledger.geometry.layer_num - np.array(ledger.ladder, dtype=np.int64)
-        counts = np.bincount(levels, minlength=len(ledger.ladder))
-        return int((counts * away).sum()) * ledger.geometry.cell_bytes

@@ -20,7 +20,6 @@ from tidekv.engine.narrow_scheduler import LowReads
 from tidekv.engine.request import Request
 from tidekv.engine.sampling import SamplingParams
 from tidekv.engine.scheduler import Pressure
-from tidekv.engine.streaming_policy import StepRates
 from tidekv.errors import CapacityError, ConfigError, InvariantError
 from tidekv.replay.cost import CostModel, cost_model
 from tidekv.replay.executor import ModelExecutor, VirtualClock, stand_in_model
@@ -128,7 +127,7 @@ def replay(
     unlimited: PolicyRun | None = None
     result = Replay(config, trace_name, None, 0, len(trace))
     if UNLIMITED in policies or isinstance(config.capacity, float):
-        unlimited = run_policy(UNLIMITED, _whole_trace_pages(trace, config), trace, config, loaded, progress)
+        unlimited = run_policy(UNLIMITED, whole_trace_pages(trace, config), trace, config, loaded, progress)
         result.unlimited_peak_tokens = unlimited.peak_tokens
         if unlimited.interrupted:
             result.runs = [unlimited]
@@ -155,6 +154,7 @@ def build_engine(
 ) -> tuple[Engine, CostModel | None]:
     """An engine for one policy; with a cost model and a virtual clock unless a real model is given."""
     pressure: Pressure = "retract" if policy == UNLIMITED else policy  # type: ignore[assignment]
+    cost = cost_model(config.machine, config.model)  # the real executor plans with its rates too
     engine_config = EngineConfig(
         num_pages=num_pages,
         page_size=config.page_size,
@@ -165,20 +165,17 @@ def build_engine(
         prefix_cache=config.prefix_cache,
         host_memory=config.host_memory,
         write_through=policy == "narrow",
-        rates=StepRates() if policy == "narrow" else None,
+        rates=cost.step_rates() if policy == "narrow" else None,
         low_reads=config.low_reads if policy == "narrow" else "exact",
         window_tokens=config.window_tokens,
     )
     if loaded is not None:
         return Engine(engine_config, loaded), None
-    cost = cost_model(config.machine, config.model)
     clock = VirtualClock()
     if config.host_memory is None:
         engine_config = replace(engine_config, host_memory=cost.machine.host_bytes)
     engine = Engine(
-        replace(
-            engine_config, device="cpu", dtype=torch.bfloat16, rates=cost.step_rates() if policy == "narrow" else None
-        ),
+        replace(engine_config, device="cpu", dtype=torch.bfloat16),
         stand_in_model(cost.shape, max_context_len),
         executor=lambda engine: ModelExecutor(engine, cost, clock),
         clock=clock,
@@ -202,7 +199,7 @@ def run_policy(
     """
     max_context_len = max(r.prompt_tokens + r.output_tokens for r in trace) + config.page_size
     engine, cost = build_engine(policy, num_pages, max_context_len, config, loaded)
-    driver = _Driver(engine, trace, config.sample_s, repeat_steps)
+    driver = Driver(engine, trace, config.sample_s, repeat_steps)
     started_s = time.perf_counter()
     interrupted = False
     try:
@@ -239,8 +236,8 @@ def run_policy(
     return run
 
 
-class _Driver:
-    """Feeds arrivals to an engine and steps it until all of them are done."""
+class Driver:
+    """Feeds arrivals to an engine and steps it until all of them are done. One driver a trace."""
 
     def __init__(
         self, engine: Engine, trace: Sequence[TraceRequest], sample_s: float, repeat_steps: bool = True
@@ -327,7 +324,7 @@ class _Driver:
         return len(scheduler.waiting), len(scheduler.running), len(scheduler.parked)
 
 
-def _whole_trace_pages(trace: Sequence[TraceRequest], config: ReplayConfig) -> int:
+def whole_trace_pages(trace: Sequence[TraceRequest], config: ReplayConfig) -> int:
     """Enough for every request of the trace at once: no policy is ever asked. Books only, so it costs no memory."""
     needed = sum(-(-(r.prompt_tokens + r.output_tokens) // config.page_size) + 1 for r in trace)
     return needed + config.max_running + 16

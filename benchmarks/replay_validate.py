@@ -1,0 +1,236 @@
+"""Is the cost model right? One small workload with the real executor and with the model executor, and the differences.
+
+    python -m benchmarks.replay_validate --out DIR                    on a machine with a GPU, under 240 s
+    python -m benchmarks.replay_validate --out DIR --smoke            a tiny model on the CPU: tries the code
+
+Tables: `steps` (each kind of step: measured, and what the model says for just that load), `requests` (TTFT and TPOT of
+whole replays, medians over requests), `fit` (least squares over the measured steps: what the constants would have to
+be). `replay_steps.json` holds every measured step, so constants can be fitted again without the machine. Goal: medians
+within 15 %.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.report import Report, arguments
+from benchmarks.timing import device, on_gpu
+from tidekv.engine.engine import Engine
+from tidekv.engine.model import LoadedModel, load_model
+from tidekv.engine.request import Request
+from tidekv.engine.runner import Runner
+from tidekv.replay.cost import CostModel, StepLoad, cost_model
+from tidekv.replay.executor import LoadCounter
+from tidekv.replay.run import UNLIMITED, Driver, ReplayConfig, build_engine, run_policy, whole_trace_pages
+from tidekv.replay.trace import TraceRequest
+
+GOAL = 0.15  # of the medians
+POLICIES = (UNLIMITED, "narrow", "swap")
+
+GPU = SimpleNamespace(
+    model="random:llama-3.1-8b", requests=80, gap_s=0.12, short=(200, 1500), long=(2000, 4000), out=(60, 200), warm=12,
+)  # fmt: skip
+SMOKE = SimpleNamespace(
+    model="random:tiny", requests=10, gap_s=1e-4, short=(20, 150), long=(200, 400), out=(6, 20), warm=3,
+)  # fmt: skip
+
+
+@dataclass
+class MeasuredStep:
+    """One step of the real engine, planning and sampling included."""
+
+    policy: str
+    load: StepLoad
+    graphed: bool  # replayed from a CUDA graph
+    seconds: float
+
+    @property
+    def kind(self) -> str:
+        """What dominates it."""
+        load = self.load
+        name = "prefill" if load.prefill_tokens else "decode"
+        if load.decode_batch and load.prefill_tokens:
+            name = "prefill + decode"
+        if load.streamed_bytes:
+            name += ", streaming"
+        if load.from_host_bytes or load.to_host_bytes:
+            name += ", moves"
+        return name + ("" if self.graphed or load.prefill_tokens else ", launch by launch")
+
+
+class Watched:
+    """A real runner that notes what each step had to do."""
+
+    def __init__(self, engine: Engine, runner: Runner) -> None:
+        self.runner, self.counter = runner, LoadCounter(engine)
+        self.loads: list[tuple[StepLoad, bool]] = []
+
+    def run(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """As the runner's."""
+        load = self.counter.load_of(work)
+        graphs = self.runner.graphs
+        before = graphs.replays if graphs else 0
+        sampled = self.runner.run(work)
+        self.loads.append((load, bool(graphs and graphs.replays > before)))
+        return sampled
+
+
+def workload(sizes: SimpleNamespace, seed: int = 0) -> list[TraceRequest]:
+    """Chats of high priority, documents of low; arrivals at random, the last quarter in one burst."""
+    rng = random.Random(seed)
+    at, trace = 0.0, []
+    for index in range(sizes.requests):
+        if index < 3 * sizes.requests // 4:
+            at += rng.expovariate(1 / sizes.gap_s)
+        is_high = rng.random() < 0.6
+        trace.append(
+            TraceRequest(index, at, rng.randint(*(sizes.short if is_high else sizes.long)), rng.randint(*sizes.out),
+                         is_high)
+        )  # fmt: skip
+    return trace
+
+
+def measure(
+    policy: str, pages: int, trace: Sequence[TraceRequest], config: ReplayConfig, loaded: LoadedModel, warm: int
+) -> tuple[list[MeasuredStep], list[Request]]:
+    """The trace on the wall clock, after a short one that compiles kernels and captures graphs."""
+    longest = max(r.prompt_tokens + r.output_tokens for r in trace)
+    engine, _ = build_engine(policy, pages, longest + config.page_size, config, loaded)
+    for _ in Driver(engine, [TraceRequest(-1 - r.index, 0.0, r.prompt_tokens, r.output_tokens, r.is_high_priority)
+                             for r in trace[:warm]], 1.0).steps():  # fmt: skip
+        pass
+    assert isinstance(engine.runner, Runner)
+    watched = engine.runner = Watched(engine, engine.runner)
+    driver = Driver(engine, trace, 1.0)
+    steps: list[MeasuredStep] = []
+    for _ in driver.steps():
+        if len(watched.loads) > len(steps):
+            load, graphed = watched.loads[-1]
+            steps.append(MeasuredStep(policy, load, graphed, driver.step_s[-1]))
+    return steps, driver.requests
+
+
+def medians(requests: Sequence[Request]) -> dict[str, dict[str, float]]:
+    """Per class, seconds: medians of the time to first token and of the time a token after it."""
+    found: dict[str, dict[str, float]] = {}
+    for name, is_high in (("high", True), ("low", False)):
+        mine = [r for r in requests if r.is_high_priority == is_high and len(r.token_times_s) > 1]
+        if mine:
+            ttft = [r.token_times_s[0] - r.arrival_s for r in mine]
+            tpot = [(r.token_times_s[-1] - r.token_times_s[0]) / (len(r.token_times_s) - 1) for r in mine]
+            found[name] = {"ttft_s": float(np.median(ttft)), "tpot_s": float(np.median(tpot))}
+    return found
+
+
+def step_rows(report: Report, steps: Sequence[MeasuredStep], cost: CostModel) -> None:
+    """Each kind of step with at least 5 of it: median of the measured, median of the modelled, and of the errors."""
+    for kind in sorted({step.kind for step in steps}):
+        mine = [step for step in steps if step.kind == kind]
+        if len(mine) < 5:
+            continue
+        real = np.array([step.seconds for step in mine])
+        said = np.array([cost.step_s(step.load) for step in mine])
+        error = float(np.median(said) / np.median(real) - 1)
+        report.row(
+            "steps", kind=kind, steps=len(mine), real_ms=round(float(np.median(real)) * 1e3, 3),
+            model_ms=round(float(np.median(said)) * 1e3, 3), error=round(error, 3),
+            median_error_a_step=round(float(np.median(said / real - 1)), 3), within_goal=abs(error) <= GOAL,
+        )  # fmt: skip
+
+
+def request_rows(report: Report, policy: str, real: Sequence[Request], model: Sequence[Request]) -> None:
+    """TTFT and TPOT of the two replays, medians over requests."""
+    said = medians(model)
+    for name, measured in medians(real).items():
+        for quantity, value in measured.items():
+            other = said[name][quantity]
+            error = other / value - 1
+            report.row(
+                "requests", policy=policy, cls=name, quantity=quantity, real_ms=round(value * 1e3, 2),
+                model_ms=round(other * 1e3, 2), error=round(error, 3), within_goal=abs(error) <= GOAL,
+            )  # fmt: skip
+
+
+def fit_rows(report: Report, steps: Sequence[MeasuredStep]) -> None:
+    """Least squares, steps weighted by 1 / seconds so that short ones count as much: seconds for each unit of load."""
+    columns = ("base_s", "request_s", "context_s", "prompt_s", "prompt_context_s")
+    for kind in sorted({step.kind for step in steps if "streaming" not in step.kind and "moves" not in step.kind}):
+        mine = [step for step in steps if step.kind == kind]
+        loads = [step.load for step in mine]
+        counts = np.array([
+            [1, load.decode_batch, load.decode_context, load.prefill_tokens, load.prefill_context_sum]
+            for load in loads
+        ], dtype=float)  # fmt: skip
+        used = [i for i in range(len(columns)) if len(np.unique(counts[:, i])) > 1 or (i == 0)]
+        if len(mine) < 5 * len(used):
+            continue
+        seconds = np.array([step.seconds for step in mine])
+        found, *_ = np.linalg.lstsq(counts[:, used] / seconds[:, None], np.ones(len(mine)), rcond=None)
+        left = counts[:, used] @ found / seconds - 1
+        units = {columns[i]: float(f"{c:.4g}") for i, c in zip(used, found, strict=True)}
+        error = round(float(np.median(np.abs(left))), 3)
+        report.row("fit", kind=kind, steps=len(mine), **units, median_abs_error=error)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser, make = arguments("replay_validate", 230.0, __doc__)
+    args = parser.parse_args(argv)
+    report = make(args)
+    smoke = bool(args.smoke)
+    sizes = SMOKE if smoke else GPU
+    trace = workload(sizes)
+    whole = ReplayConfig(executor="real", real_model=sizes.model, prefix_cache=False, max_running=128)
+    loaded: list[LoadedModel] = []
+    steps: list[MeasuredStep] = []
+    cost = cost_model(whole.machine, whole.model)
+
+    def load() -> None:
+        begin = time.perf_counter()
+        loaded.append(load_model(sizes.model, device(), torch.bfloat16 if on_gpu() else torch.float32))
+        report.row("start", model=sizes.model, model_s=round(time.perf_counter() - begin, 1), requests=len(trace))
+
+    def one(policy: str) -> None:
+        net = loaded[0]
+        token_bytes = 2 * net.layer_num * net.num_kv_heads * net.head_dim * (2 if on_gpu() else 4)
+        tokens = sum(r.prompt_tokens + r.output_tokens for r in trace)
+        pages = whole_trace_pages(trace, whole)
+        if policy != UNLIMITED:
+            pages //= 8  # a few of the longest: most requests meet pressure
+        # Pinned memory is slow to get: no more than the whole trace could need.
+        host = (2 * tokens + 4096) * token_bytes
+        config = ReplayConfig(**{**asdict(whole), "host_memory": host})
+        measured, requests = measure(policy, pages, trace, config, net, sizes.warm)
+        steps.extend(measured)
+        modelled = run_policy(policy, pages, trace, ReplayConfig(**{**asdict(config), "executor": "model"}))
+        request_rows(report, policy, requests, modelled.requests)
+
+    if report.phase("load", load):
+        for policy in POLICIES:
+            report.phase(policy, one, policy, needs_s=1.0 if smoke else 45.0)
+        step_rows(report, steps, cost)
+        fit_rows(report, steps)
+        save_steps(args.out / "replay_steps.json", steps)
+    return report.finish()
+
+
+def save_steps(path: Path, steps: Sequence[MeasuredStep]) -> None:
+    """Every measured step, one a line of JSON's list."""
+    rows: list[dict[str, Any]] = [
+        {"policy": s.policy, "graphed": s.graphed, "seconds": round(s.seconds, 6), **asdict(s.load)} for s in steps
+    ]
+    path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
