@@ -30,9 +30,9 @@ from tidekv.errors import InvariantError
 
 # Long English text that is on every machine: the standard library's own documentation.
 TEXT_MODULES = (
-    "argparse", "subprocess", "logging", "decimal", "unittest.mock", "typing", "asyncio.events", "datetime", "inspect",
-    "tarfile", "zipfile", "socket", "ssl", "threading", "email.message", "pathlib", "random", "statistics", "tempfile",
-    "shutil", "urllib.request", "http.client", "json", "pickle",
+    "argparse", "subprocess", "logging", "decimal", "unittest.mock", "typing", "asyncio.events", "datetime",
+    "itertools", "re", "zipfile", "socket", "csv", "threading", "email.message", "pathlib", "random", "statistics",
+    "tempfile", "shutil", "difflib", "contextlib", "json", "pickle",
 )  # fmt: skip
 COLORS = {"free": "grey37", "high": "red", "low": "blue", "dynamic": "yellow"}
 PAGE_SIZE = 16
@@ -62,7 +62,7 @@ def workload(loaded: LoadedModel, count: int, seed: int) -> list[DemoRequest]:
     """`count` requests: prompts of 200 to 1,500 tokens (many short, some long), 48 to 96 new tokens, every third
     high."""
     rng = random.Random(seed)
-    lengths = [round(200 + 1300 * (i / max(1, count - 1)) ** 10) for i in range(count)]
+    lengths = [round(200 + 1300 * (i / max(1, count - 1)) ** 16) for i in range(count)]
     rng.shuffle(lengths)
     requests = []
     plaintext = getattr(pydoc, "plaintext")  # noqa: B009 (not in the type stubs)
@@ -70,7 +70,7 @@ def workload(loaded: LoadedModel, count: int, seed: int) -> list[DemoRequest]:
         module = importlib.import_module(TEXT_MODULES[i % len(TEXT_MODULES)])
         text = pydoc.render_doc(module, renderer=plaintext)
         ids = loaded.tokenizer(f"Summarise document {i}.\n\n{text[:12_000]}")["input_ids"]  # type: ignore[misc]
-        requests.append(DemoRequest(list(ids[:length]), 48 + round(48 * rng.random() ** 3), i % 3 == 0))
+        requests.append(DemoRequest(list(ids[:length]), 48 + round(48 * rng.random() ** 4), i % 3 == 0))
     return requests
 
 

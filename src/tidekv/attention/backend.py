@@ -4,9 +4,9 @@ parts."""
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from tidekv.attention.page_tables import HostWrites, LayerTables, NarrowTables, PackedBatch
+from tidekv.attention.sdpa import DecodeGroup, decode_groups, paged_attention_sdpa
 from tidekv.kernels import attention as kernels
 from tidekv.kernels import move
 from tidekv.memory.device_pool import DeviceKVPool
@@ -33,10 +33,13 @@ class AttentionBackend:
         self.host_bytes_out = 0
         self._batch: PackedBatch | None = None
         self._tables: tuple[torch.Tensor, ...] = ()  # of this step: one [L, B, N] for each part
+        self._groups: list[DecodeGroup] = []
 
     def begin(self, batch: PackedBatch) -> None:
         """Start a step; the first copies of narrowed layers set off."""
         self._batch = batch
+        if self.name == "sdpa":
+            self._groups = decode_groups(batch.q_lens, batch.kv_lens, batch.slots.shape[1], self.page_size)
         if batch.narrow is not None:
             self.streamer.begin(batch.narrow.schedule)
             self._tables = self.tables.build(batch, batch.narrow)
@@ -116,8 +119,11 @@ class AttentionBackend:
     ) -> Attended:
         """`keys`, `values`: what `table` indexes, one layer's buffers or the flat tensors. `whole`: every page of every
         request is in the table (no merge follows, so no log-sum-exp is needed)."""
-        if self.name == "sdpa" and whole:
-            return self._attend_sdpa(batch, q, keys, values, table, scaling), torch.empty(0)
+        valid = None if whole else table > 0
+        if self.name == "sdpa":
+            return paged_attention_sdpa(
+                q, keys, values, table, batch.q_lens, batch.kv_lens, self.page_size, scaling, valid, self._groups
+            )
         return kernels.paged_attention(
             q,
             keys,
@@ -128,50 +134,5 @@ class AttentionBackend:
             self.page_size,
             scaling,
             max_q=batch.max_q,
-            valid_pages=None if whole else table > 0,
+            valid_pages=valid,
         )
-
-    def _attend_sdpa(
-        self,
-        batch: PackedBatch,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        table: torch.Tensor,
-        scaling: float,
-    ) -> torch.Tensor:
-        """torch's fused attention, request by request: on the CPU a padded batch costs more than the loop saves."""
-        geometry = self.device_pool.geometry
-        page_shape = (-1, self.page_size, geometry.num_kv_heads, geometry.head_dim)
-        k_pages, v_pages = keys.view(page_shape), values.view(page_shape)
-        num_kv_heads, group = geometry.num_kv_heads, q.shape[1] // geometry.num_kv_heads
-        out = torch.empty_like(q)
-        begin = 0
-        for b, (q_len, kv_len) in enumerate(zip(batch.q_lens.tolist(), batch.kv_lens.tolist(), strict=True)):
-            pages = table[b, : -(-kv_len // self.page_size)]
-            # index_select: half the time of k_pages[pages] here.
-            k_run = k_pages.index_select(0, pages).flatten(0, 1)[:kv_len].transpose(0, 1)[None]  # [1, Hkv, kv_len, D]
-            v_run = v_pages.index_select(0, pages).flatten(0, 1)[:kv_len].transpose(0, 1)[None]
-            if q_len == 1:  # the query heads of one KV head become its queries: no mask, and twice as fast
-                queries = q[begin].view(1, num_kv_heads, group, -1)
-                result = F.scaled_dot_product_attention(queries, k_run, v_run, scale=scaling)
-                out[begin] = result.reshape(q.shape[1], -1)
-            else:
-                result = F.scaled_dot_product_attention(
-                    q[begin : begin + q_len].transpose(0, 1)[None],
-                    k_run,
-                    v_run,
-                    # A prompt from its first token needs no mask tensor, and half of the products are skipped.
-                    attn_mask=None if q_len == kv_len else _causal_mask(q_len, kv_len, q.device),
-                    is_causal=q_len == kv_len,
-                    scale=scaling,
-                    enable_gqa=True,
-                )
-                out[begin : begin + q_len] = result[0].transpose(0, 1)
-            begin += q_len
-        return out
-
-
-def _causal_mask(q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
-    """[q_len, kv_len] bool: query i, at position kv_len - q_len + i, sees keys up to its own position."""
-    return torch.ones(q_len, kv_len, dtype=torch.bool, device=device).tril(kv_len - q_len)
