@@ -1,4 +1,4 @@
-"""SGLang servers for tests and the demo: started as a user starts them, asked through the OpenAI API, stopped by pid."""
+"""SGLang servers for tests and the demo: started as a user starts them, asked through the OpenAI API, ended by pid."""
 
 from __future__ import annotations
 
@@ -73,9 +73,7 @@ class Server:
             on_done(index)
             usage = got.usage
             assert usage is not None, "the server sent no usage"
-            return Answer(
-                got.choices[0].text, time.monotonic() - begin, usage.prompt_tokens, usage.completion_tokens
-            )
+            return Answer(got.choices[0].text, time.monotonic() - begin, usage.prompt_tokens, usage.completion_tokens)
 
         with ThreadPoolExecutor(len(asks)) as pool:
             return list(pool.map(one, range(len(asks)), asks))
@@ -86,7 +84,11 @@ class Server:
         total = 0.0
         for line in text.splitlines():
             match = re.fullmatch(r"([^{ ]+)(?:\{(.*)\})? (\S+)", line)
-            if match and match[1] == name and all(f'{key}="{value}"' in (match[2] or "") for key, value in labels.items()):
+            if (
+                match
+                and match[1] == name
+                and all(f'{key}="{value}"' in (match[2] or "") for key, value in labels.items())
+            ):
                 total += float(match[3])
         return total
 
