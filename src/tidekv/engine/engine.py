@@ -1,7 +1,7 @@
 """The embedded engine: continuous batching over a layer-elastic cache, end to end, with nothing else installed.
 
 step() = scheduler.plan()  who runs, and memory for them (here pages narrow, merge, park)
-         runner.run()      one packed forward over whatever is narrow, and sampling
+         runner.launch()   one packed forward over whatever is narrow, and sampling
          finish            stop tokens, prefix cache, widths back when memory is plentiful
 """
 
@@ -24,7 +24,7 @@ from tidekv.engine.narrow_scheduler import LOW_READS, LowReads, NarrowScheduler
 from tidekv.engine.page_books import PageBooks
 from tidekv.engine.prefix_cache import PrefixCache
 from tidekv.engine.request import Request, RequestOutput, RequestState
-from tidekv.engine.runner import Runner
+from tidekv.engine.runner import Launched, Runner
 from tidekv.engine.sampling import SamplingParams
 from tidekv.engine.scheduler import PRESSURES, Pressure, Scheduler
 from tidekv.engine.streaming_policy import StepRates
@@ -68,6 +68,7 @@ class EngineConfig:
     host_memory      bytes for layers that leave the device; default: 4 times the device pool
     pressure         "narrow", "retract", "swap", "reserve": what happens when pages run out
     prefill_chunk    prompt tokens a step at most
+    overlap          plan a decode step while the GPU still computes the one before; None: on CUDA
     write_through    low-priority KV goes to the host as it is produced
     rates            what steps and the link cost; the same on every rank. With them "narrow" is scheduled by a
     streaming
@@ -87,6 +88,7 @@ class EngineConfig:
     host_memory: int | str | None = None
     pressure: Pressure = "narrow"
     prefill_chunk: int = 512
+    overlap: bool | None = None
     max_running: int = 64
     max_context_len: int | None = None
     prefix_cache: bool = True
@@ -195,6 +197,9 @@ class Engine:
         self.runner: Executor = (
             executor(self) if executor else Runner(self.model, self.memory, self.backend, config.low_reads)
         )
+        overlap = device.startswith("cuda") if config.overlap is None else config.overlap
+        self._ahead = self.runner if overlap and isinstance(self.runner, Runner) else None
+        self._unread: Launched | None = None  # the last step, if its tokens are still on the device only
         self.requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
         self._generated_tokens = self._prompt_tokens = 0
@@ -250,24 +255,62 @@ class Engine:
         request = self.requests.get(request_id)
         if request is not None and not request.is_done:
             self.scheduler.remove(request)
-            request.state, request.finish_reason = RequestState.ABORTED, "abort"
+            request.state, request.finish_reason, request.num_unread = RequestState.ABORTED, "abort", 0
             request.finish_s = self.clock()
 
     def step(self) -> list[RequestOutput]:
-        """One step: plan, forward, sample. Returns the requests that ended in it."""
+        """One step: plan, forward, sample. Returns the requests that ended in it.
+
+        With `overlap` the tokens of a step of nothing but decodes stay on the device, where the next step finds them,
+        and are read when that one is launched. So a stop token is seen one step late; the token after it is dropped.
+        """
         if not self.scheduler.has_work:
             return []
+        before, self._unread = self._unread, None
+        launched: Launched | None = None
+        sampled: list[tuple[Request, int]] = []
         with self.allocator.step():
             plan = self.scheduler.plan()
-            sampled = self.runner.run(plan.work) if plan.work else []
+            if plan.work and self._ahead is not None:
+                launched = self._ahead.launch(plan.work, before)
+            elif plan.work:
+                sampled = self.runner.run(plan.work)
         self._prompt_tokens += sum(n for request, n in plan.work if request.state is RequestState.PREFILL)
-        now = self.clock()
-        ended = [request for request, token in sampled if self._take_token(request, token, now)]
+        ended = self._take_tokens(before.read()) if before is not None else []
+        if launched is not None and self._may_stay_unread(launched):
+            self._unread = launched
+            for request in launched.requests:
+                request.num_unread = 0 if request.is_done else 1
+        else:
+            ended += self._take_tokens(launched.read() if launched is not None else sampled)
+        self.scheduler.end_step()
+        return [self.output(request.id) for request in ended]
+
+    def _may_stay_unread(self, launched: Launched) -> bool:
+        """Nothing but decodes that go on after this token, at full width: then the next plan needs only their
+        number."""
+        return not self.allocator.ledger.any_narrow and all(
+            request.is_done
+            or (request.state is RequestState.DECODE and request.sampling.max_new_tokens > len(request.output_ids) + 1)
+            for request in launched.requests
+        )
+
+    def _take_tokens(self, sampled: list[tuple[Request, int]]) -> list[Request]:
+        """Book sampled tokens; returns the requests that ended with them, their memory given back."""
+        now, ended = self.clock(), []
+        for request, token in sampled:
+            if request.is_done:  # it stopped, or was aborted, while this step ran
+                continue
+            was_unread, request.num_unread = request.num_unread, 0
+            if request.state is RequestState.PREFILL and not was_unread:
+                request.state = RequestState.DECODE
+                self.memory.publish(request)
+            if self._take_token(request, token, now):
+                ended.append(request)
         for request in ended:
             self.memory.publish(request)
             self.scheduler.remove(request)
-        self.scheduler.end_step()
-        return [self.output(request.id) for request in ended]
+        return ended
 
     def book_decodes(self, requests: Sequence[Request], times_s: Sequence[float]) -> None:
         """Book that each of these requests got a token at each of these times, and none of them ended. For a replay
@@ -279,9 +322,6 @@ class Engine:
 
     def _take_token(self, request: Request, token: int, now: float) -> bool:
         """Book a sampled token; True if the request ends with it."""
-        if request.state is RequestState.PREFILL:
-            request.state = RequestState.DECODE
-            self.memory.publish(request)
         request.output_ids.append(token)
         request.token_times_s.append(now)
         self._generated_tokens += 1

@@ -67,6 +67,7 @@ class Request:
 
     # engine, after each step
     output_ids: list[int] = field(default_factory=list)
+    num_unread: int = 0  # 1: one more token has been sampled, and is on the device only (the engine runs ahead)
     token_times_s: list[float] = field(default_factory=list)  # one for each of output_ids
     first_token_s: float | None = None
     finish_s: float | None = None  # when it finished or was aborted
@@ -74,8 +75,8 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens: prompt and output."""
-        return len(self.prompt_ids) + len(self.output_ids)
+        """Prompt and output, a token that only the device knows yet counted in."""
+        return len(self.prompt_ids) + len(self.output_ids) + self.num_unread
 
     @property
     def is_done(self) -> bool:
@@ -83,7 +84,7 @@ class Request:
         return self.state in (RequestState.FINISHED, RequestState.ABORTED)
 
     def all_tokens(self) -> list[int]:
-        """Prompt and output in one new list, O(num_tokens)."""
+        """Prompt and output, as far as they have been read, in one new list, O(num_tokens)."""
         return self.prompt_ids + self.output_ids
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -12,7 +16,27 @@ from tidekv.engine.memory import RequestMemory
 from tidekv.engine.model import LoadedModel, forward_packed
 from tidekv.engine.request import Request
 from tidekv.engine.sampling import sample
+from tidekv.memory.ledger import IntArray
 from tidekv.memory.upload import upload
+
+_new_event: Callable[..., Any] = torch.cuda.Event  # torch does not type its constructor
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step whose work is queued: the next token of each of these requests, tokens [R] int64, is or will be on the
+    device."""
+
+    requests: list[Request]
+    tokens: torch.Tensor
+    on_host: torch.Tensor  # [R]: the same, once `copied` has happened
+    copied: Any | None  # torch.cuda.Event; None on the CPU
+
+    def read(self) -> list[tuple[Request, int]]:
+        """(request, token) of each; on CUDA the wait of the step."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return list(zip(self.requests, self.on_host.tolist(), strict=True))
 
 
 class Runner:
@@ -28,7 +52,12 @@ class Runner:
         self.graphs = DecodeGraphs(model, backend) if memory.pool.device.type == "cuda" else None
 
     def run(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Compute the planned tokens; returns (request, next token) for those whose known tokens are all computed."""
+        """Compute the planned tokens; returns (request, next token) for those whose tokens are all computed."""
+        return self.launch(work).read()
+
+    def launch(self, work: list[tuple[Request, int]], unread: Launched | None = None) -> Launched:
+        """Queue the planned work. `unread`: the step before, if its tokens have not been read: they are taken over on
+        the device, so that nothing here waits for them."""
         pool, page_size = self.memory.pool, self.memory.page_size
         starts = np.array([r.num_computed for r, _ in work], dtype=np.int64)
         q_lens = np.array([n for _, n in work], dtype=np.int64)
@@ -39,6 +68,8 @@ class Runner:
         done = [i for i, (r, n) in enumerate(work) if r.num_computed + n == r.num_tokens]
         lists = (ids, positions, np.repeat(request_rows, q_lens), request_rows, ends[done] - 1)
         input_ids, positions_dev, token_rows, rows, last = upload(pool.device, lists)
+        if unread is not None:
+            input_ids = _with_unread(input_ids, work, ends, unread)
 
         locs = pool.req_to_token[token_rows, positions_dev].to(torch.int64)
         width = self.memory.pages(int(kv_lens.max())) * page_size
@@ -51,7 +82,14 @@ class Runner:
         for request, n in work:
             request.num_computed += n
         finished = [work[i][0] for i in done]
-        return list(zip(finished, self._sample(finished, logits), strict=True))
+        tokens = self._sample(finished, logits)
+        if tokens.device.type != "cuda":
+            return Launched(finished, tokens, tokens, None)
+        on_host = torch.empty(len(finished), dtype=torch.int64, pin_memory=True)
+        on_host.copy_(tokens, non_blocking=True)
+        copied = _new_event()
+        copied.record()
+        return Launched(finished, tokens, on_host, copied)
 
     def _forward(
         self, batch: PackedBatch, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
@@ -62,28 +100,47 @@ class Runner:
         finally:
             self.backend.end()
 
-    def _sample(self, requests: list[Request], logits: torch.Tensor) -> list[int]:
+    def _sample(self, requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
+        """[R] int64 on the device; nothing waits."""
         if not requests:
-            return []
+            return torch.empty(0, dtype=torch.int64)
         params = [r.sampling for r in requests]
         if all(p.temperature == 0.0 for p in params):
-            greedy: list[int] = logits.argmax(-1).tolist()  # the wait of the step
-            return greedy
+            return logits.argmax(-1)
         seeds = np.array([p.seed or 0 for p in params], dtype=np.uint64)
-        tokens = sample(
+        return sample(
             logits.float(),
             torch.tensor([p.temperature for p in params]),
             torch.tensor([p.top_p for p in params]),
             torch.from_numpy(seeds),
             torch.tensor([r.num_tokens for r in requests]),
         )
-        return tokens.tolist()
+
+
+def _with_unread(
+    input_ids: torch.Tensor, work: list[tuple[Request, int]], ends: IntArray, unread: Launched
+) -> torch.Tensor:
+    """`input_ids` [T] with the tokens that the host does not know yet: each is the last of its request's tokens."""
+    if [r for r, n in work if n == 1 and r.num_computed + 1 == r.num_tokens] == unread.requests == [r for r, _ in work]:
+        return unread.tokens  # the same batch decodes on: its tokens as they are
+    row_of = {request: row for row, request in enumerate(unread.requests)}
+    found = [
+        (int(ends[i]) - 1, row_of[request])
+        for i, (request, n) in enumerate(work)
+        if request.num_unread and request.num_computed + n == request.num_tokens
+    ]
+    if found:
+        at, rows = upload(input_ids.device, (np.array(found)[:, 0], np.array(found)[:, 1]))
+        input_ids = input_ids.index_copy(0, at, unread.tokens.index_select(0, rows))
+    return input_ids
 
 
 def _tokens(request: Request, start: int, n: int) -> np.ndarray:
-    """Tokens [start, start + n) of prompt and output, without joining the two lists."""
+    """Tokens [start, start + n) of prompt and output, without joining the two lists; 0 for the one not read yet."""
     split = len(request.prompt_ids)
     out = request.prompt_ids[start : start + n]
     if start + n > split:
         out = out + request.output_ids[max(0, start - split) : start + n - split]
+    if len(out) < n:
+        out = [*out, 0]
     return np.array(out, dtype=np.int64)
