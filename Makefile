@@ -52,6 +52,30 @@ soak: $(STAMP) ## random load with invariant checks for SECONDS (default 600)
 bench: $(STAMP) ## the benchmark tables
 	$(BIN)/python -m benchmarks.run
 
+.PHONY: sglang-demo test-sglang sglang-model
+# SGLang in an environment of its own, on the CPU build of torch that it pins. Its own list of dependencies would bring a
+# CUDA build, so they are named here; two shims stand in for what has no CPU build.
+SGLANG := .venv-sglang/bin
+SGLANG_STAMP := .venv-sglang/.installed
+$(SGLANG_STAMP): pyproject.toml tests/sglang/requirements.txt tests/sglang/cpu_shims.py
+	@test -n "$(PYTHON)" || { echo "error: SGLang needs Python 3.11 or 3.12. Set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(SGLANG)/python || "$(PYTHON)" -m venv .venv-sglang
+	$(SGLANG)/pip install -q torch==2.13.0
+	$(SGLANG)/pip install -q --no-deps sglang==0.5.20
+	$(SGLANG)/pip install -q -r tests/sglang/requirements.txt
+	$(SGLANG)/pip install -q --no-deps -e .
+	$(SGLANG)/python tests/sglang/cpu_shims.py
+	@touch $@
+
+sglang-model: $(STAMP) # the packaged model, converted once into the user's cache folder
+	@$(BIN)/python -c 'from tidekv.engine.model import convert_smollm2; convert_smollm2()'
+
+sglang-demo: $(SGLANG_STAMP) sglang-model ## three SGLang servers on the CPU: ample, stock under pressure, tidekv under pressure
+	$(SGLANG)/python tests/sglang/demo.py
+
+test-sglang: $(SGLANG_STAMP) sglang-model ## the SGLang plugin: its parts, then the demo and a soak with real servers
+	SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/python -m pytest tests/sglang
+
 clean: ## remove .venv and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
