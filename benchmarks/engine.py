@@ -1,9 +1,10 @@
 """The embedded engine with random weights in Llama-3.1-8B shape: tokens a second, the floor, and where a decode step
 goes.
 
-    python -m benchmarks.engine --out DIR
+    python -m benchmarks.engine --out DIR [--sglang FOLDER_WITH_CONFIG]
 
-1,024 tokens in, 128 out, ample memory, pages of 64, greedy, as the figures of SGLang that it is held against.
+1,024 tokens in, 128 out, ample memory, pages of 64, greedy. With --sglang a stock SGLang engine (where it is installed)
+serves the same prompts on the same GPU, one run of it after one of ours.
 """
 
 from __future__ import annotations
@@ -89,6 +90,77 @@ def floor(report: Report, engine: Engine, sizes: SimpleNamespace) -> dict[int, f
         **{f"floor_ms at {batch}": round(ms, 3) for batch, ms in out.items()},
     )
     return out
+
+
+class SGLang:
+    """A stock SGLang engine with random weights of the same shape, in its own processes on the same GPU."""
+
+    def __init__(self, folder: str) -> None:
+        import sglang
+
+        self.version = sglang.__version__
+        self.engine = sglang.Engine(
+            model_path=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            attention_backend="triton",
+            sampling_backend="pytorch",
+            page_size=64,
+            mem_fraction_static=0.45,  # the other half of the GPU is ours
+            cuda_graph_bs_decode=[1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128],
+            disable_prefill_cuda_graph=True,
+            context_length=32768,
+            chunked_prefill_size=8192,
+            max_running_requests=256,
+            random_seed=1,
+            log_level="error",
+        )
+
+    def generate(self, given: list[list[int]], new_tokens: int) -> float:
+        """Seconds."""
+        begin = time.perf_counter()
+        self.engine.generate(
+            input_ids=given, sampling_params={"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+        )
+        return time.perf_counter() - begin
+
+
+def side_by_side(report: Report, engine: Engine, sizes: SimpleNamespace, peer: SGLang, batch: int) -> None:
+    """Decode rate of both by one measure: (seconds of 129 new tokens - seconds of one) / 128 a step."""
+    rng, vocab = random.Random(batch), int(engine.model.config.vocab_size)
+
+    def ours(given: list[list[int]], new_tokens: int) -> float:
+        engine.memory.drop_cache()
+        synchronize()
+        begin = time.perf_counter()
+        engine.generate(given, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True))
+        return time.perf_counter() - begin
+
+    def step_ms(generate: Callable[[list[list[int]], int], float]) -> tuple[float, float]:
+        first = generate(prompts(rng, batch, sizes.tokens_in, vocab), 1)
+        whole = generate(prompts(rng, batch, sizes.tokens_in, vocab), sizes.tokens_out + 1)
+        return (whole - first) / sizes.tokens_out * 1e3, batch * sizes.tokens_in / first
+
+    for generate in (ours, peer.generate):
+        generate(prompts(rng, batch, sizes.tokens_in, vocab), 4)
+    mine, theirs = [], []
+    for _ in range(3):
+        mine.append(step_ms(ours))
+        theirs.append(step_ms(peer.generate))
+    ms, peer_ms = (statistics.median(step for step, _ in rows) for rows in (mine, theirs))
+    report.row(
+        "beside SGLang, interleaved",
+        batch=batch,
+        ms_a_step=round(ms, 3),
+        tok_s=round(batch * 1e3 / ms),
+        sglang=peer.version,
+        sglang_ms=round(peer_ms, 3),
+        sglang_tok_s=round(batch * 1e3 / peer_ms),
+        of_sglang=round(peer_ms / ms, 3),
+        prefill_tok_s=round(statistics.median(rate for _, rate in mine)),
+        sglang_prefill_tok_s=round(statistics.median(rate for _, rate in theirs)),
+    )
 
 
 def throughput(report: Report, engine: Engine, sizes: SimpleNamespace, batch: int, floors: dict[int, float]) -> None:
@@ -189,8 +261,8 @@ def decoding(engine: Engine, sizes: SimpleNamespace, batch: int) -> Any:
 
 
 def host_parts(report: Report, engine: Engine, sizes: SimpleNamespace, batch: int, graphs_on: bool) -> None:
-    """Host milliseconds of each part of a decode step. "forward" is issuing; "sample and wait" holds the wait for the
-    GPU."""
+    """Host milliseconds of each part of a decode step. "forward" is issuing; with overlap "wait for
+    the tokens" is what the host has to spare."""
     import tidekv.engine.runner as runner_module
 
     runner: Any = engine.runner
@@ -205,11 +277,12 @@ def host_parts(report: Report, engine: Engine, sizes: SimpleNamespace, batch: in
         ("plan", engine.scheduler, "plan"),
         ("plan: memory.decode", engine.memory, "decode"),
         ("plan: alloc_decode", engine.allocator, "alloc_decode"),
-        ("run", runner, "run"),
+        ("run", runner, "launch"),
         ("run: build_batch", runner_module, "build_batch"),
         ("run: forward, issue", runner, "_forward"),
         ("run: attention of a layer, issue", engine.backend, "forward"),
-        ("run: sample and wait", runner, "_sample"),
+        ("run: sample, issue", runner, "_sample"),
+        ("wait for the tokens", runner_module.Launched, "read"),
         ("restore_widths", engine.allocator, "restore_widths"),
     ]
     if runner.graphs is not None:
@@ -278,11 +351,12 @@ def kernels(report: Report, engine: Engine, sizes: SimpleNamespace, batch: int) 
 def main() -> int:
     parser, make = arguments("engine", 240, __doc__)
     parser.add_argument("--batches", type=int, nargs="+", help="default: 1 32 128")
+    parser.add_argument("--sglang", help="model folder for a stock SGLang engine on the same GPU")
     args = parser.parse_args()
     sizes = SimpleNamespace(
         model="random:llama-3.1-8b",
         dtype=torch.bfloat16,
-        kv_memory="64GiB",
+        kv_memory="32GiB",
         host_memory="256MiB",
         page_size=64,
         prefill_chunk=8192,
@@ -312,6 +386,7 @@ def main() -> int:
         )
     report = make(args)
     made: list[Engine] = []
+    peers: list[SGLang] = []
     floors: dict[int, float] = {}
 
     def start() -> None:
@@ -330,18 +405,24 @@ def main() -> int:
         )
 
     report.phase("device copy", lambda: report.ceiling("device_copy_gbps", copy_gbps(sizes.copy_bytes)) and None)
+    if args.sglang:  # first: it sizes itself by what is free
+        report.phase("start SGLang", lambda: peers.append(SGLang(args.sglang)))
     if not report.phase("start", start):
         return report.finish()
     engine = made[0]
     report.phase("floor", lambda: floors.update(floor(report, engine, sizes)))
     phases: list[tuple[str, Callable[..., None], tuple[Any, ...]]] = []
     for batch in sizes.batches:
+        if peers:
+            phases.append((f"beside SGLang, batch {batch}", side_by_side, (peers[0], batch)))
         phases.append((f"throughput, batch {batch}", throughput, (batch, floors)))
         phases.append((f"host parts, batch {batch}", host_parts, (batch, True)))
         phases.append((f"kernels, batch {batch}", kernels, (batch,)))
     phases += [(f"host parts without graphs, batch {batch}", host_parts, (batch, False)) for batch in sizes.batches]
     for name, body, extra in phases:
         report.phase(name, body, report, engine, sizes, *extra)
+    for peer in peers:
+        peer.engine.shutdown()
     return report.finish()
 
 

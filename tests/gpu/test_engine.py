@@ -184,6 +184,24 @@ def test_graphs_follow_the_widths(on_gpu: bool, tiny: LoadedModel) -> None:
     assert outputs[0] == outputs[1]
 
 
+def test_running_ahead_of_the_tokens_gives_the_same(on_gpu: bool, tiny: LoadedModel) -> None:
+    """Steps launched before the tokens of the last are read, replayed and launch by launch, under pressure as well."""
+    device = "cuda" if on_gpu else "cpu"
+    outputs = []
+    for overlap in (False, True):
+        for graphs in (False, on_gpu):
+            engine = make(tiny, device, torch.float32, graphs=graphs, overlap=overlap)
+            names = start(engine, LENGTHS, 24)
+            run(engine, 9)
+            assert engine.allocator._halve_and_repack(LOW, 0), engine.allocator.refusals
+            run(engine, 3)
+            widen(engine)
+            while any(not engine.requests[name].is_done for name in names):
+                engine.step()
+            outputs.append([engine.requests[name].output_ids for name in names])
+    assert outputs[1:] == outputs[:-1]
+
+
 # ---- no wait ---------------------------------------------------------------------------------------------------------
 
 
