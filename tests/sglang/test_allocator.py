@@ -10,13 +10,12 @@ import torch
 
 pytest.importorskip("sglang.srt")
 
-from tidekv.allocator import DynamicPagedTokenToKVPoolAllocator
 from tidekv.errors import DoubleFreeError
 from tidekv.geometry import KVGeometry
 from tidekv.memory.device_pool import DeviceKVPool
 from tidekv.memory.host_pool import HostKVPool
 from tidekv.memory.ledger import HIGH, LOW
-from tidekv.sglang_plugin.allocator import BatchView, TideAllocator
+from tidekv.sglang_plugin.allocator import BatchView, TideAllocator, TideCore
 from tidekv.sglang_plugin.capacity import plan_capacity
 
 LAYERS, PAGES, PAGE_SIZE = 8, 24, 4
@@ -39,14 +38,17 @@ class Driver:
         pool = DeviceKVPool(geometry, "cpu")
         capacity = plan_capacity(PAGES, LAYERS, 3, 8, overcommit)
         host = HostKVPool(geometry, capacity.host_pages * geometry.page_bytes)
-        core = DynamicPagedTokenToKVPoolAllocator(
-            PAGES * PAGE_SIZE, PAGE_SIZE, torch.float32, "cpu", pool, host_pool=host
-        )
+        core = TideCore(PAGES * PAGE_SIZE, PAGE_SIZE, torch.float32, "cpu", pool, host_pool=host)
+        core.fence = self.fence
+        self.fences = 0
         size = capacity.virtual_pages * PAGE_SIZE
         self.tide = TideAllocator(size, PAGE_SIZE, torch.float32, "cpu", pool, False, core)  # type: ignore[arg-type]
         self.rows: list[Row] = []
         self.cached: list[list[int]] = []  # a prefix cache: pages' locs that nobody references
         self.next_value = 1.0
+
+    def fence(self) -> None:
+        self.fences += 1
 
     def view(self, rows: list[Row]) -> None:
         self.tide.batch = BatchView(tuple(row.high for row in rows), lambda: sum(map(len, self.cached)), self.evict)
@@ -138,6 +140,7 @@ def test_pressure_narrows_low_first_and_virtual_locs_stay() -> None:
     assert driver.tide.core.num_halvings[LOW] > 0
     assert driver.tide.core.num_halvings[HIGH] == 0
     assert driver.tide.pages.displaced > 0
+    assert driver.fences == driver.tide.core.num_repacks > 0
     driver.read()
     driver.check()
     assert [row.locs for row in driver.rows] == before

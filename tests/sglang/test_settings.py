@@ -15,7 +15,7 @@ from tidekv.sglang_plugin.capacity import plan_capacity
 from tidekv.sglang_plugin.config import Settings, is_switched_on, read_settings
 
 FINE = {
-    "disable_overlap_schedule": True, "disaggregation_mode": "null", "pp_size": 1, "kv_cache_dtype": "auto",
+    "disaggregation_mode": "null", "pp_size": 1, "kv_cache_dtype": "auto",
     "speculative_algorithm": None, "enable_mixed_chunk": False,
 }  # fmt: skip
 
@@ -82,12 +82,19 @@ def test_a_fine_configuration_is_served() -> None:
 
 @pytest.mark.parametrize("flag", sorted(refusals.FLAGS))
 def test_each_flag_is_refused_by_name(flag: str) -> None:
-    bad = {"disable_overlap_schedule": False, "pp_size": 2, "dcp_size": 2, "disaggregation_mode": "prefill"}
+    bad = {"pp_size": 2, "dcp_size": 2, "disaggregation_mode": "prefill"}
     args = SimpleNamespace(**FINE | {flag: bad.get(flag, "fp8_e4m3" if flag == "kv_cache_dtype" else "on")})
     (reason,) = refusals.refused_flags(args)
     assert reason.startswith(f"{flag}=")
     with pytest.raises(ConfigError, match=flag):
         refusals.refuse([reason])
+
+
+def test_overlap_on_a_gpu_has_to_be_asked_for() -> None:
+    (reason,) = refusals.refused_overlap(True, "cuda", False)
+    assert "--disable-overlap-schedule" in reason
+    for fine in ((False, "cuda", False), (True, "cuda:0", True), (True, "cpu", False)):
+        assert refusals.refused_overlap(*fine) == []
 
 
 @pytest.mark.parametrize(

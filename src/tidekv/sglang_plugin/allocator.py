@@ -20,6 +20,7 @@ from tidekv.allocator import DynamicPagedTokenToKVPoolAllocator
 from tidekv.errors import InvariantError
 from tidekv.kernels import assign
 from tidekv.memory.ledger import DYNAMIC, HIGH, LOW, IntArray
+from tidekv.pressure.repack import Work
 from tidekv.sglang_plugin.pool import TideKVPool
 from tidekv.sglang_plugin.virtual_pages import VirtualPages
 
@@ -38,6 +39,21 @@ class BatchView:
     evict: Callable[[int], None]
 
 
+class TideCore(DynamicPagedTokenToKVPoolAllocator):
+    """The core's allocator; before it moves anything, `fence` orders the move behind a forward that is still running.
+
+    With overlap scheduling the next batch is allocated, on the scheduler's stream, while the forward of the last one
+    runs on another. What the move touches is read again only by the next forward, which waits for this stream.
+    """
+
+    fence: Callable[[], None] | None = None
+
+    def _apply(self, work: Work) -> None:
+        if self.fence is not None:
+            self.fence()
+        super()._apply(work)
+
+
 class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglang is untyped here
     """`size` in virtual tokens. `core` owns the physical pages; its ids appear nowhere outside."""
 
@@ -49,7 +65,7 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         device: str,
         kvcache: TideKVPool,
         need_sort: bool,
-        core: DynamicPagedTokenToKVPoolAllocator,
+        core: TideCore,
     ) -> None:
         self.core = core
         self.pages = VirtualPages(size // page_size, core.geometry.num_pages, page_size, core.device)

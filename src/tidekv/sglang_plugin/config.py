@@ -20,6 +20,7 @@ class Settings:
     host_tokens           tokens of host memory for layers that left the device; default: all that are admitted
     low_max_pages, high_reserved_pages   thresholds of the pressure ladder, in pages; default: the core's fractions
     restore_free          fraction of free pages from which widths come back
+    overlap               1: allow SGLang's overlap scheduling on a GPU
     """
 
     priority_threshold: int = 1
@@ -28,6 +29,7 @@ class Settings:
     low_max_pages: int | None = None
     high_reserved_pages: int | None = None
     restore_free: float = 0.25
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.overcommit <= 64.0:
@@ -55,6 +57,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
         "LOW_MAX_PAGES": int,
         "HIGH_RESERVED_PAGES": int,
         "RESTORE_FREE": float,
+        "OVERLAP": int,
     }
     unknown = [k for k in environ if k.startswith("TIDEKV_") and k != SWITCH and k[len("TIDEKV_") :] not in kinds]
     if unknown:
@@ -68,4 +71,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
                 found[name.lower()] = kind(text)
             except ValueError:
                 raise ConfigError(f"TIDEKV_{name} must be {kind.__name__}, got {text!r}") from None
-    return Settings(**found)  # type: ignore[arg-type]
+    overlap = found.pop("overlap", 0)
+    if overlap not in (0, 1):
+        raise ConfigError(f"TIDEKV_OVERLAP must be 1 (on) or 0 (off), got {overlap}")
+    return Settings(**found, overlap=bool(overlap))  # type: ignore[arg-type]

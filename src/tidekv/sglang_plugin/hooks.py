@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidekv.allocator import DynamicPagedTokenToKVPoolAllocator
 from tidekv.errors import ConfigError
 from tidekv.geometry import MIN_SLOT_WIDTH
 from tidekv.memory.host_pool import HostKVPool
 from tidekv.memory.ledger import IntArray
 from tidekv.sglang_plugin import refusals
-from tidekv.sglang_plugin.allocator import BatchView, TideAllocator
+from tidekv.sglang_plugin.allocator import BatchView, TideAllocator, TideCore
 from tidekv.sglang_plugin.attention import TideAttention
 from tidekv.sglang_plugin.batch_plan import any_narrow
 from tidekv.sglang_plugin.capacity import Capacity, plan_capacity
@@ -28,6 +27,11 @@ from tidekv.sglang_plugin.pool import TideKVPool
 from tidekv.sglang_plugin.seams import SEAMS, Seam
 
 logger = logging.getLogger(__name__)
+
+# Scheduler iterations without a halving before widths come back. A halving frees many pages at once; widening in the next
+# iteration would copy them twice for nothing. Counted, not timed, so that all ranks do it alike.
+CALM_STEPS = 16
+
 Original = Callable[..., Any]
 
 
@@ -41,6 +45,8 @@ class Installation:
     reporter: Reporter | None = None
     low_values_first: bool = False
     checked_changes: int = 0
+    seen_halvings: int = 0
+    calm_steps: int = 0  # scheduler iterations since something narrowed
 
 
 _installation: Installation | None = None
@@ -65,7 +71,11 @@ def here() -> Installation:
 def derive_pool_sizes(original: Original, configurator: Any, *, config: Any) -> Any:
     """SGLang is told the virtual size; the physical one stays here."""
     tide, args = here(), configurator.server_args
-    refusals.refuse(refusals.refused_flags(args) + refusals.refused_model(configurator))
+    refusals.refuse(
+        refusals.refused_flags(args)
+        + refusals.refused_model(configurator)
+        + refusals.refused_overlap(not args.disable_overlap_schedule, configurator.device, tide.settings.overlap)
+    )
     sizes = original(configurator, config=config)
     page_size = int(configurator.page_size)
     layer_num = int(configurator.layer_info.num_effective_layers)
@@ -118,7 +128,7 @@ def build_allocator(
         )
     pool, settings = token_to_kv_pool.device_pool, tide.settings
     geometry = pool.geometry
-    core = DynamicPagedTokenToKVPoolAllocator(
+    core = TideCore(
         geometry.num_pages * geometry.page_size,
         geometry.page_size,
         geometry.dtype,
@@ -209,7 +219,11 @@ def get_next_batch_to_run(original: Original, scheduler: Any, *args: Any, **kwar
     tide = here()
     if tide.allocator is not None:
         tide.allocator.end_step()
-        tide.allocator.restore(tide.settings.restore_free)
+        halvings = sum(tide.allocator.core.num_halvings.values())
+        tide.calm_steps = tide.calm_steps + 1 if halvings == tide.seen_halvings else 0
+        tide.seen_halvings = halvings
+        if tide.calm_steps >= CALM_STEPS or scheduler.is_fully_idle():
+            tide.allocator.restore(tide.settings.restore_free)
         if tide.reporter is not None:
             tide.reporter.step()
     return original(scheduler, *args, **kwargs)
@@ -282,8 +296,7 @@ def scheduler_init(original: Original, scheduler: Any, *args: Any, **kwargs: Any
         if not isinstance(made, wanted):
             advice = "set --attention-backend triton (or torch_native on a CPU)" if wanted is TideAttention else ""
             reasons.append(f"the {name} is {type(made).__name__}, not tidekv's. {advice}".rstrip())
-    if scheduler.enable_overlap and not any("overlap" in reason for reason in reasons):
-        reasons.append("overlap scheduling is on: add --disable-overlap-schedule")
+    reasons += refusals.refused_overlap(scheduler.enable_overlap, scheduler.device, tide.settings.overlap)
     refusals.refuse(reasons)
     capacity = tide.capacity
     if capacity is None or tide.allocator is None or scheduler.max_total_num_tokens != tide.allocator.size:
@@ -291,6 +304,9 @@ def scheduler_init(original: Original, scheduler: Any, *args: Any, **kwargs: Any
             f"SGLang counts {scheduler.max_total_num_tokens} tokens, tidekv "
             f"{tide.allocator.size if tide.allocator else 'none'}: a hook on the sizes did not take"
         )
+    if str(scheduler.device).startswith("cuda"):
+        forward_stream = scheduler.forward_stream
+        tide.allocator.core.fence = lambda: torch.cuda.current_stream().wait_stream(forward_stream)
     collector = getattr(scheduler, "metrics_collector", None)
     tide.reporter = Reporter(tide.allocator, dict(collector.labels) if collector is not None else None)
     page_size = int(tide.allocator.page_size)

@@ -39,10 +39,6 @@ FLAGS: Mapping[str, tuple[tuple[object, ...], str]] = {
         (None, "auto", "bfloat16", "bf16", "float16", "fp16", "half", "float32"),
         "set --kv-cache-dtype auto: quantised KV has scales beside the pool",
     ),
-    "disable_overlap_schedule": (
-        (True,),
-        "add --disable-overlap-schedule: pages would move under the forward that reads them",
-    ),
 }
 
 
@@ -94,6 +90,17 @@ def refused_model(configurator: Any) -> list[str]:
             value = getattr(configurator, name, None)
             out.append(f"{name}{'' if value is None else f'={value!r}'}: {advice}")
     return out
+
+
+def refused_overlap(is_on: bool, device: object, allowed: bool) -> list[str]:
+    """Overlap scheduling: on a CPU a forward is over before the next batch is allocated; on a GPU it has to be asked
+    for."""
+    if not is_on or allowed or not str(device).startswith("cuda"):
+        return []
+    return [
+        "overlap scheduling is on: add --disable-overlap-schedule, or set TIDEKV_OVERLAP=1 (moves of pages then wait "
+        "for the forward that is running; that order is argued in docs/sglang.md and not yet measured on a GPU)"
+    ]
 
 
 def refuse(reasons: list[str]) -> None:

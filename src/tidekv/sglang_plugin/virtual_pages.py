@@ -12,11 +12,16 @@ id (`displaced` is 0), a virtual loc *is* the location, and SGLang's own kernels
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 
 from tidekv.errors import DoubleFreeError, InvariantError
 from tidekv.memory.ledger import BoolArray, IntArray
+
+_new_event: Callable[..., Any] = torch.cuda.Event  # torch does not type its constructor
 
 
 class VirtualPages:
@@ -36,7 +41,7 @@ class VirtualPages:
         # Ids above P first: those up to P are kept for the pages whose own ids they are. Lowest on top of each stack.
         self._spare: list[int] = list(range(self.num_virtual, self.num_physical, -1))
         self._displaced: int | None = 0
-        self._mirror: torch.Tensor | None = None
+        self._mirror: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         """The holder of locations, for `register_loc_holder`. Asking for it means that it may be about to change."""
@@ -114,14 +119,22 @@ class VirtualPages:
         locs = virtual_locs.to(torch.int64)
         if not self.displaced:
             return locs
-        if self.device.type != "cuda":
-            table = self.first_loc
-        else:
-            if self._mirror is None:
-                self._mirror = self.first_loc.pin_memory().to(self.device, non_blocking=True)
-            table = self._mirror
+        table = self.first_loc if self.device.type != "cuda" else self._on_device()
         found = table[(locs // self.page_size).clamp_min(0)] + locs % self.page_size
         return torch.where(locs >= 0, found, locs)
+
+    def _on_device(self) -> torch.Tensor:
+        """The table on the device, for the current stream: scheduling and the forward may have one each."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._mirror is None:
+            table = self.first_loc.pin_memory().to(self.device, non_blocking=True)
+            event = _new_event()
+            event.record(stream)
+            self._mirror = table, event
+        table, event = self._mirror
+        stream.wait_event(event)
+        table.record_stream(stream)  # it may be replaced while this stream still reads it
+        return table
 
     def check(self) -> None:
         """Recount; `InvariantError` for the first thing that does not add up."""
