@@ -197,17 +197,20 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
 
     # ---- pressure ------------------------------------------------------------------------------------------------
 
+    def has_plenty(self, num_pages: int) -> bool:
+        """Everything is full width and so many pages are free: nothing has to be decided."""
+        ledger = self.core.ledger
+        return ledger.at_full_width and num_pages <= ledger.num_free_pages
+
     def make_room(self, new_pages: IntArray, high: list[bool], touched: Callable[[], IntArray]) -> bool:
         """Whether the next decode step fits, narrowing if that makes it fit. new_pages: [bs] pages each request opens.
 
         touched(): virtual pages that the step goes on filling; read from the device only if something is narrow.
         """
         demand = demand_of(new_pages, high)
-        ledger = self.core.ledger
-        if int(new_pages.sum()) > ledger.num_free_pages or not ledger.at_full_width:
-            self.collect_freed()
-        elif ledger.at_full_width:
+        if self.has_plenty(int(new_pages.sum())):
             return True
+        self.collect_freed()
         self._evict_before_narrowing(demand, len(new_pages))
         return self.core.make_room(demand, lambda: self.pages.slots_of(touched()))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from tidekv.errors import ConfigError
 from tidekv.geometry import MIN_SLOT_WIDTH
@@ -28,8 +29,8 @@ from tidekv.sglang_plugin.seams import SEAMS, Seam
 
 logger = logging.getLogger(__name__)
 
-# Scheduler iterations without a halving before widths come back. A halving frees many pages at once; widening in the next
-# iteration would copy them twice for nothing. Counted, not timed, so that all ranks do it alike.
+# Scheduler iterations without a halving before widths come back. A halving frees many pages at once; widening in the
+# next iteration would copy them twice for nothing. Counted, not timed, so that all ranks do it alike.
 CALM_STEPS = 16
 
 Original = Callable[..., Any]
@@ -199,6 +200,8 @@ def check_decode_mem(original: Original, batch: Any, selected_indices: list[int]
     allocator = _announce(batch, reqs)
     if not original(batch, selected_indices):
         return False
+    if allocator.has_plenty(len(reqs)):  # the steady state costs no list of lengths
+        return True
     committed = np.array([committed_len(req) for req in reqs], dtype=np.int64)
     page_size = int(allocator.page_size)
 
@@ -249,6 +252,14 @@ def can_run_graph(original: Original, runner: Any, forward_batch: Any) -> bool:
     return bool(original(runner, forward_batch))
 
 
+def enable_fused_set_kv_buffer(original: Original, forward_batch: Any) -> bool:
+    """Models that store K and V inside their RoPE kernel know full-width places only."""
+    allocator = here().allocator
+    if allocator is not None and any_narrow(allocator):
+        return False
+    return bool(original(forward_batch))
+
+
 def committed_len(req: Any) -> int:
     """Tokens whose KV is written: on the request in 0.5.17, on its KV record later."""
     kv = getattr(req, "kv", None)
@@ -269,10 +280,14 @@ def _announce(batch: Any, reqs: list[Any]) -> TideAllocator:
     if not isinstance(allocator, TideAllocator):
         raise ConfigError(f"SGLang's allocator is {type(allocator).__name__}, not tidekv's: its hook did not take")
     tree = batch.tree_cache
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
+    try:
+        high = [req.tidekv_high for req in reqs]
+    except AttributeError:  # a newcomer among them
+        for req in reqs:
+            req.tidekv_high = is_high(req)
+        high = [req.tidekv_high for req in reqs]
     allocator.batch = BatchView(
-        tuple(is_high(req) for req in reqs),
+        tuple(high),
         lambda: int(tree.evictable_size()) if tree is not None else 0,
         lambda tokens: tree.evict(EvictParams(num_tokens=tokens)),
     )
@@ -333,6 +348,7 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "Scheduler.__init__": scheduler_init,
     "DecodeCudaGraphRunner.can_run_graph": can_run_graph,
     "PrefillCudaGraphRunner.can_run_graph": can_run_graph,
+    "enable_fused_set_kv_buffer": enable_fused_set_kv_buffer,
 }
 
 

@@ -83,6 +83,7 @@ SEAMS: tuple[Seam, ...] = (
         "hook",
         cuda_only=True,
     ),
+    Seam("models.utils", "enable_fused_set_kv_buffer", ("forward_batch",), "hook", cuda_only=True),
     # attention
     Seam("layers.attention.attention_registry", "register_attention_backend", ("name",), "call"),
     *(
