@@ -3,10 +3,16 @@ parts."""
 
 from __future__ import annotations
 
+import logging
+from typing import Literal, get_args
+
 import torch
 
+from tidekv.attention.flashinfer_attention import CapturedDecode, FlashInferAttention, why_not
 from tidekv.attention.page_tables import HostWrites, LayerTables, NarrowTables, PackedBatch
 from tidekv.attention.sdpa import DecodeGroup, decode_groups, paged_attention_sdpa
+from tidekv.errors import ConfigError
+from tidekv.geometry import KVGeometry
 from tidekv.kernels import attention as kernels
 from tidekv.kernels import move
 from tidekv.memory.device_pool import DeviceKVPool
@@ -14,30 +20,76 @@ from tidekv.memory.host_pool import HostKVPool
 from tidekv.memory.ledger import Ledger
 from tidekv.streaming.streamer import Streamer
 
+log = logging.getLogger(__name__)
+
 Attended = tuple[torch.Tensor, torch.Tensor]  # out [T, Hq, D], lse [T, Hq] fp32
+AttentionKind = Literal["auto", "flashinfer", "triton"]
+
+
+def choose(kind: str, geometry: KVGeometry, device: torch.device) -> tuple[str, str]:
+    """(name of the kernels that read this pool, why these): "flashinfer" or "triton" on CUDA, "sdpa" elsewhere.
+
+    kind: "auto" takes FlashInfer where it is installed and compiled for this model; "flashinfer" has it compiled if
+    need be, and raises ConfigError with what is missing; "triton" takes our own kernel.
+    """
+    if kind not in get_args(AttentionKind):
+        raise ConfigError(f"attention_backend must be one of {', '.join(get_args(AttentionKind))}, got {kind!r}")
+    if device.type == "cpu" and kind != "auto":
+        raise ConfigError(f"attention_backend {kind!r} needs a CUDA device, the pool is on {device}; use 'auto'")
+    if device.type != "cuda":
+        return "sdpa", f"the pool is on {device}"
+    if kind == "triton":
+        return "triton", "asked for"
+    missing = why_not(geometry, device, compile_missing=kind == "flashinfer")
+    if missing is None:
+        return "flashinfer", "asked for" if kind == "flashinfer" else "installed, and compiled for this model"
+    if kind == "flashinfer":
+        raise ConfigError(f"attention_backend 'flashinfer' cannot be: {missing}; use 'auto' or 'triton'")
+    return "triton", f"not FlashInfer: {missing}"
 
 
 class AttentionBackend:
     """One for each engine; `begin(batch)`, then `forward` for layers 0..L-1 in order, then `end()`.
 
-    `name` says which kernels read the pages: "triton" on CUDA, "sdpa" (torch) on the CPU.
+    `name` says which kernels read whole contexts, see `choose`. A context in parts, and one that leaves pages out, is
+    read by our Triton kernel on CUDA under either name.
     """
 
-    def __init__(self, ledger: Ledger, device_pool: DeviceKVPool, host_pool: HostKVPool, streamer: Streamer) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        device_pool: DeviceKVPool,
+        host_pool: HostKVPool,
+        streamer: Streamer,
+        kind: AttentionKind = "auto",
+    ) -> None:
         self.device_pool = device_pool
         self.host_pool = host_pool
         self.streamer = streamer
         self.tables = LayerTables(ledger, device_pool.device)
         self.page_size = device_pool.geometry.page_size
-        self.name = "triton" if device_pool.device.type == "cuda" else "sdpa"
+        self.name, self.reason = choose(kind, device_pool.geometry, device_pool.device)
+        self._flashinfer: FlashInferAttention | None = None
+        if device_pool.device.type == "cuda":
+            log.info("attention: %s (%s)", self.name, self.reason)
+        if self.name == "flashinfer":
+            self._flashinfer = FlashInferAttention(device_pool.geometry, device_pool.device)
         self.host_bytes_out = 0
         self._batch: PackedBatch | None = None
         self._tables: tuple[torch.Tensor, ...] = ()  # of this step: one [L, B, N] for each part
         self._groups: list[DecodeGroup] = []
 
-    def begin(self, batch: PackedBatch) -> None:
-        """Start a step; the first copies of narrowed layers set off."""
+    def captured_decode(self, num_requests: int, num_columns: int) -> CapturedDecode | None:
+        """What a full-width decode step that is captured in a CUDA graph hands to `begin`, and plans again before each
+        replay; None if these kernels need no plan."""
+        return self._flashinfer.captured_decode(num_requests, num_columns) if self._flashinfer else None
+
+    def begin(self, batch: PackedBatch, captured: CapturedDecode | None = None) -> None:
+        """Start a step; the first copies of narrowed layers set off. `captured`: from `captured_decode`, for a step
+        that is captured."""
         self._batch = batch
+        if self._flashinfer is not None:
+            self._flashinfer.begin(batch, captured)
         if self.name == "sdpa":
             self._groups = decode_groups(batch.q_lens, batch.kv_lens, batch.slots.shape[1], self.page_size)
         if batch.narrow is not None:
@@ -48,6 +100,8 @@ class AttentionBackend:
         """The forward is issued; staging may be reused by what comes after it on this stream."""
         if self._batch is not None and self._batch.narrow is not None:
             self.streamer.end()
+        if self._flashinfer is not None:
+            self._flashinfer.end()
         self._batch, self._tables = None, ()
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -118,7 +172,9 @@ class AttentionBackend:
         whole: bool,
     ) -> Attended:
         """`keys`, `values`: what `table` indexes, one layer's buffers or the flat tensors. `whole`: every page of every
-        request is in the table (no merge follows, so no log-sum-exp is needed)."""
+        request is in the table (no merge follows, so no log-sum-exp is needed; FlashInfer gives none)."""
+        if whole and self._flashinfer is not None:
+            return self._flashinfer.run(q, keys, values, table, scaling), q.new_empty(0, dtype=torch.float32)
         valid = None if whole else table > 0
         if self.name == "sdpa":
             return paged_attention_sdpa(

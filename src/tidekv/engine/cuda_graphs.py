@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tidekv.attention.backend import AttentionBackend
+from tidekv.attention.flashinfer_attention import CapturedDecode
 from tidekv.attention.page_tables import PackedBatch
 from tidekv.engine.model import LoadedModel, forward_packed
 
@@ -32,6 +33,7 @@ class _Captured:
     positions: torch.Tensor
     rows: torch.Tensor  # read by the graph at every replay, so it must live as long
     logits: torch.Tensor
+    attention: CapturedDecode | None  # of kernels that need a plan of the lengths
     count: int = 0  # requests of the last replay
 
 
@@ -74,6 +76,10 @@ class DecodeGraphs:
         static.locs[:count].copy_(batch.locs)
         static.slots[:count, : batch.slots.shape[1]].copy_(batch.slots)  # columns beyond a row's end are not read
         static.kv_lens_dev[:count].copy_(batch.kv_lens_dev)
+        if step.attention is not None:
+            lens = np.ones(size, dtype=np.int64)
+            lens[:count] = batch.kv_lens
+            step.attention.plan(lens)
         step.graph.replay()
         self.replays += 1
         return step.logits[:count]
@@ -107,9 +113,10 @@ class DecodeGraphs:
             host_writes=None,
         )
         input_ids, positions, rows = ids(size), ids(size), torch.arange(size, device=device)
+        attention = self.backend.captured_decode(size, width)
 
         def forward() -> torch.Tensor:
-            self.backend.begin(batch)
+            self.backend.begin(batch, attention)
             try:
                 return forward_packed(self.model.model, input_ids, positions, rows, self.backend)
             finally:
@@ -117,11 +124,11 @@ class DecodeGraphs:
 
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):  # kernels compile and libraries allocate their workspaces outside the capture
+        with torch.cuda.stream(side):  # kernels compile, plans and workspaces are made outside the capture
             forward()
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory_pool):
             logits = forward()
-        step = self._captured[size, width] = _Captured(graph, batch, input_ids, positions, rows, logits)
+        step = self._captured[size, width] = _Captured(graph, batch, input_ids, positions, rows, logits, attention)
         return step
