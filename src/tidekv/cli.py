@@ -92,9 +92,10 @@ def replay(
     duration: Annotated[float | None, typer.Option(help="Only arrivals of the first so many seconds.")] = None,
     high_rate: Annotated[float, typer.Option(help="Arrivals of high priority come so many times as fast.")] = 1.0,
     low_rate: Annotated[float, typer.Option(help="Arrivals of low priority come so many times as fast.")] = 1.0,
-    low_reads: Annotated[
+    high_reads: Annotated[
         str, typer.Option(help="exact; or window, LOSSY: old tokens are seen in the resident layers only.")
     ] = "exact",
+    low_reads: Annotated[str, typer.Option(help="The same for low priority.")] = "exact",
     window: Annotated[int, typer.Option(min=1, help="Most recent tokens that a window reads in every layer.")] = 1024,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens a page.")] = 64,
     prefill_chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens a step at most.")] = 2048,
@@ -122,6 +123,7 @@ def replay(
             machine=machine,
             model=model_preset,
             real_model=real_model,
+            high_reads=high_reads,  # type: ignore[arg-type]
             low_reads=low_reads,  # type: ignore[arg-type]
             window_tokens=window,
             page_size=page_size,

@@ -20,9 +20,10 @@ from tidekv.allocator import DynamicPagedTokenToKVPoolAllocator
 from tidekv.attention.backend import AttentionBackend
 from tidekv.engine.memory import RequestMemory
 from tidekv.engine.model import LoadedModel, load_model
-from tidekv.engine.narrow_scheduler import LOW_READS, LowReads, NarrowScheduler
+from tidekv.engine.narrow_scheduler import NarrowScheduler
 from tidekv.engine.page_books import PageBooks
 from tidekv.engine.prefix_cache import PrefixCache
+from tidekv.engine.read_modes import ReadModes, Reads
 from tidekv.engine.request import Request, RequestOutput, RequestState
 from tidekv.engine.runner import Launched, Runner
 from tidekv.engine.sampling import SamplingParams
@@ -74,9 +75,8 @@ class EngineConfig:
     streaming
                      budget (`NarrowScheduler`); None: the ladder alone, narrowed requests take turns by staging room
     high_share       how much longer a step of high priority may take so that others get width back
-    low_reads        "exact"; or "window", LOSSY: low priority reads its first page and its last `window_tokens` in
-    every
-                     layer, and what is older only in the layers that are resident
+    high_reads,      "exact"; or "window", LOSSY: the class reads its first page and its last `window_tokens` in every
+    low_reads        layer, and what is older only in the layers that are resident (`read_modes`)
     """
 
     model: str = "smollm2"
@@ -99,7 +99,8 @@ class EngineConfig:
     min_slot_width: int = 2
     rates: StepRates | None = None
     high_share: float = 0.05
-    low_reads: LowReads = "exact"
+    high_reads: Reads = "exact"
+    low_reads: Reads = "exact"
     window_tokens: int = 1024
 
     def __post_init__(self) -> None:
@@ -107,15 +108,21 @@ class EngineConfig:
             raise ConfigError(f"pressure must be one of {', '.join(PRESSURES)}, got {self.pressure!r}")
         if (self.num_pages is None) == (self.kv_memory is None):
             raise ConfigError("give exactly one of num_pages (pages) and kv_memory (bytes)")
-        if self.low_reads not in LOW_READS:
-            raise ConfigError(f"low_reads must be one of {', '.join(LOW_READS)}, got {self.low_reads!r}")
-        if self.low_reads != "exact" and self.rates is None:
-            raise ConfigError(f"low_reads={self.low_reads!r} is scheduled by cost: give rates too")
         for name in ("page_size", "prefill_chunk", "max_running", "window_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.prefill_chunk % self.page_size:
             raise ConfigError(f"prefill_chunk {self.prefill_chunk} must be a multiple of page_size {self.page_size}")
+        if self.read_modes.any_lossy and (self.rates is None or self.pressure != "narrow"):
+            raise ConfigError(
+                f"high_reads={self.high_reads!r}, low_reads={self.low_reads!r}: a lossy mode is scheduled by cost; "
+                "it needs pressure='narrow' and rates"
+            )
+
+    @property
+    def read_modes(self) -> ReadModes:
+        """How each class is read."""
+        return ReadModes.named(self.high_reads, self.low_reads, self.window_tokens, self.page_size)
 
 
 class Executor(Protocol):
@@ -195,7 +202,7 @@ class Engine:
         self.streamer = Streamer(self.device_pool, self.host_pool)
         self.backend = AttentionBackend(self.allocator.ledger, self.device_pool, self.host_pool, self.streamer)
         self.runner: Executor = (
-            executor(self) if executor else Runner(self.model, self.memory, self.backend, config.low_reads)
+            executor(self) if executor else Runner(self.model, self.memory, self.backend, config.read_modes)
         )
         overlap = device.startswith("cuda") if config.overlap is None else config.overlap
         self._ahead = self.runner if overlap and isinstance(self.runner, Runner) else None
@@ -213,8 +220,7 @@ class Engine:
             config.prefill_chunk,
             config.max_running,
             config.rates,
-            config.low_reads,
-            config.window_tokens,
+            config.read_modes,
             config.high_share,
         )
 
@@ -385,7 +391,8 @@ class Engine:
         allocator, moves, ledger = self.allocator, self.allocator.repacker.counters, self.allocator.ledger
         return {
             "pressure": self.config.pressure,
-            "low_reads": self.config.low_reads if self.config.low_reads == "exact" else "window (LOSSY)",
+            "high_reads": self.config.read_modes.high.label,
+            "low_reads": self.config.read_modes.low.label,
             "attention": self.backend.name,
             "steps": self.scheduler.num_steps,
             "generated_tokens": self._generated_tokens,

@@ -1,38 +1,34 @@
 """The scheduler under `narrow`: who is stepped, who is paused at minimum width, and who gets width back.
 
-    1. widen     paused and parked requests in order of rank, a batch of pages at a time, as the move budget goes
-    2. room      for this step's decodes and for high prompts: the last of low priority in rank is narrowed and paused;
-                 then who is paused is parked; then the last of high priority narrows, by the pages that are missing
-    3. decode    high priority always; low priority at full width
+    1. widen     parked and paused requests in order of rank, a batch of pages at a time, as the move budget goes
+    2. room      for this step's decodes and for high prompts: the last of low priority in rank gives up the pages that
+                 are missing, and pauses if a step does not hide what it would then read; then who is paused is parked;
+                 then the last of high priority narrows, as far as a step hides its streaming; then it waits, parked
+    3. decode    high priority; low priority at full width
     4. prefill   high, then low; a low prompt that finds no room is opened at minimum width, its KV goes to the host as
                  it is computed, and its context streams back under the next chunks
-    5. stream    paused requests, the longest untouched first, as far as the step hides their bytes
+    5. stream    paused requests in order of rank, as far as the step hides their bytes
 
-Low priority that reads a `window` (LOSSY) is never paused: its old pages narrow and nothing streams.
-The ladder of the allocator, and after it the base class's way of making room, are what is left when nobody else runs.
-The formulas are in `streaming_policy`.
+So `narrow` has every choice that `swap` has (order of arrival, whole requests on the host, newcomers that wait) and
+takes another one where the rates say that it costs the others less. A class that reads with loss (`read_modes`) is
+never paused: its old pages narrow and nothing streams. The ladder of the allocator, and after it the base class's way
+of making room, are what is left when nobody else runs. The formulas are in `streaming_policy`.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 from tidekv.engine import streaming_policy as policy
 from tidekv.engine.memory import RequestMemory
+from tidekv.engine.read_modes import ReadMode, ReadModes
 from tidekv.engine.request import Request, RequestState
 from tidekv.engine.scheduler import Scheduler, StepPlan, by_rank
 from tidekv.engine.streaming_policy import StepRates
 from tidekv.engine.widths import RequestWidths
 
-LowReads = Literal["exact", "window"]
-LOW_READS: tuple[str, ...] = get_args(LowReads)
-WINDOW_LEVEL = 2  # old pages of a window keep L/4 layers: what is measured in docs/fidelity.md, and no fewer
-
 
 class NarrowScheduler(Scheduler):
     """rates         configured, the same on every rank
-    low_reads        "exact", or "window": lossy
-    window_tokens    the most recent tokens that a window reads in every layer, beside the first page
+    read_modes       how each class is read
     high_share       how much longer than without it a step of high priority may take for widening others
     max_pause_steps  a paused request that was not stepped for so long comes before everybody else of its class
     """
@@ -43,18 +39,14 @@ class NarrowScheduler(Scheduler):
         prefill_chunk: int,
         max_running: int,
         rates: StepRates,
-        low_reads: LowReads = "exact",
-        window_tokens: int = 1024,
+        read_modes: ReadModes,
         high_share: float = 0.05,
         max_pause_steps: int = 1024,
     ) -> None:
         super().__init__(memory, "narrow", prefill_chunk, max_running)
         self.widths = RequestWidths(memory)
         self.rates = rates
-        self.low_reads = low_reads
-        self.window_pages = memory.pages(window_tokens)
-        ledger = memory.allocator.ledger
-        self.window_width = ledger.ladder[min(WINDOW_LEVEL, len(ledger.ladder) - 1)]
+        self.read_modes = read_modes
         self.high_share = high_share
         self.max_pause_steps = max_pause_steps
         self.cell_bytes = memory.allocator.geometry.cell_bytes
@@ -85,7 +77,7 @@ class NarrowScheduler(Scheduler):
         for request, _ in plan.work:
             self.longest_pause_steps = max(self.longest_pause_steps, self._paused_steps(request))
             request.last_step = self.num_steps
-            request.is_lossy |= self._is_window(request) and request.away_cells > 0
+            request.is_lossy |= self._mode(request).is_lossy and request.away_cells > 0
         self._earn(self._seconds(plan), any(r.is_high_priority for r, _ in plan.work))
         return plan
 
@@ -141,18 +133,16 @@ class NarrowScheduler(Scheduler):
         """Steps since it was last stepped, or since it first held memory."""
         return 0 if request.last_step < 0 else self.num_steps - request.last_step - 1
 
-    def _rank(self, request: Request) -> tuple[bool, bool, bool, int]:
-        return policy.rank_key(
-            request.is_high_priority, self._is_overdue(request), self._had_turn(request), request.arrival_order
-        )
+    def _rank(self, request: Request) -> tuple[bool, bool, int]:
+        return policy.rank_key(request.is_high_priority, self._is_overdue(request), request.arrival_order)
 
     def _is_overdue(self, request: Request) -> bool:
         is_out = request.away_cells > 0 or request.parked is not None
         return is_out and self._paused_steps(request) > self.max_pause_steps
 
     def _had_turn(self, request: Request) -> bool:
-        """It has run its quantum, so another one may take its place."""
-        return len(request.output_ids) >= max(self._quantum(request), request.turn_end)
+        """It has run the quantum that it was given when it came in overdue, so another one may take its place."""
+        return len(request.output_ids) >= request.turn_end
 
     def _quantum(self, request: Request) -> int:
         return policy.quantum_tokens(self.rates, request.num_computed * self._token_bytes(), self.step_s)
@@ -160,24 +150,35 @@ class NarrowScheduler(Scheduler):
     def _token_bytes(self) -> int:
         return self.memory.allocator.geometry.layer_num * self.cell_bytes // self.memory.page_size
 
-    def _is_window(self, request: Request) -> bool:
-        return self.low_reads == "window" and not request.is_high_priority
+    def _mode(self, request: Request) -> ReadMode:
+        return self.read_modes.of(request.is_high_priority)
+
+    def _opens_wide(self, request: Request) -> bool:
+        """Its new pages must be full width: it is stepped at every step, and what it reads is not streamed."""
+        return request.is_high_priority or self._mode(request).streams_nothing
 
     def _is_paused(self, request: Request) -> bool:
         """Decodes, but some of what it must read is not on the device."""
-        return (
-            request.state is RequestState.DECODE
-            and request.away_cells > 0
-            and not request.is_high_priority
-            and not self._is_window(request)
-        )
+        return request.state is RequestState.DECODE and request.away_cells > 0 and not self._opens_wide(request)
+
+    def _wide_pages(self, request: Request) -> int:
+        """Its pages that could narrow, as last counted."""
+        mode, ledger = self._mode(request), self.memory.allocator.ledger
+        away = ledger.geometry.layer_num - mode.width(ledger.ladder)
+        return max(0, self.memory.pages(request.num_computed) - sum(mode.kept()) - -(-request.away_cells // away))
+
+    def _pages_away(self, request: Request) -> int:
+        """Pages that it takes to give a request its full width."""
+        if request.parked is not None:
+            return len(request.parked)
+        return -(-request.away_cells * self.cell_bytes // self._slot_bytes())
 
     # ---- 1: width comes back -----------------------------------------------------------------------------------
 
     def _widen(self) -> None:
-        """The first in rank get their pages back, a batch a step; whoever ran its quantum gives way to them."""
+        """The first in rank get their pages back, a batch a step."""
         narrow = [r for r in self.running if r.away_cells > 0 and r.state is RequestState.DECODE]
-        wanting = [r for r in narrow if r.is_high_priority or self._is_paused(r)] + self.parked
+        wanting = [r for r in narrow if not self._mode(r).streams_nothing] + self.parked
         spare = len(self.running)  # a page for everybody's growth
         for request in sorted(wanting, key=self._rank):
             need = self._pages_away(request)
@@ -190,8 +191,8 @@ class NarrowScheduler(Scheduler):
             if need + spare > self.widths.available_pages():
                 self._give_way(request, need + spare)
             if need + spare > self.widths.available_pages():
-                if self._is_overdue(request):
-                    return  # overdue: what is free is kept for it
+                if self._is_overdue(request) or (request.is_high_priority and request.parked is not None):
+                    return  # what is free is kept for it
                 continue
             if request.parked is not None and not self._unpark(request):
                 continue
@@ -200,57 +201,52 @@ class NarrowScheduler(Scheduler):
             widened = self.widths.widen(request, max(1, min(need, self.move_bytes // self._slot_bytes())))
             self.move_bytes -= widened * self._slot_bytes()
             self.num_widenings += widened > 0
-            spare += need - widened  # the rest of it is promised
-
-    def _pages_away(self, request: Request) -> int:
-        """Pages that it takes to give a request its full width."""
-        if request.parked is not None:
-            return len(request.parked)
-        return -(-request.away_cells * self.cell_bytes // self._slot_bytes())
+            spare += self._pages_away(request)  # the rest of it is promised
 
     def _unpark(self, request: Request) -> bool:
-        """Back on the device at minimum width (widening comes after); a window at full width, as its new pages are."""
-        width = self.memory.allocator.geometry.layer_num if self._is_window(request) else self.widths.lowest_width
+        """Back on the device at minimum width (widening comes after); at full width where new pages are."""
+        pages = self._pages_away(request)
+        layers = self.memory.allocator.geometry.layer_num
+        width = layers if self._opens_wide(request) else self.widths.lowest_width
         with self.widths.opening_low_at(width):
             if not self.memory.unpark(request):
                 return False
+        self.move_bytes -= pages * width * self.cell_bytes
         self.widths.count_away([request])
         self.parked.remove(request)
         self.running.append(request)
         return True
 
     def _give_way(self, request: Request, pages: int) -> None:
-        """Who has run its quantum is paused for `request`, last in rank first, if that makes enough room.
-
-        Only for one that has not had its own, or has waited too long: two equals never push each other out.
-        """
-        if self._had_turn(request) and not self._is_overdue(request):
-            return
-        after = sorted((r for r in self._wide_lows() if self._had_turn(r)), key=self._rank)
-        if self.widths.available_pages() + sum(len(r.owned_pages) for r in after) < pages:
+        """Low priority narrows for a parked request of high, or for one that waited too long: last in rank first, if
+        that makes enough room. Who has waited too long takes only from those that had their turn, so two equals never
+        push each other out; and order of arrival alone takes from nobody."""
+        if request.is_high_priority:
+            after = self._wide_lows() if request.parked is not None else []
+        else:
+            after = [r for r in self._wide_lows() if self._had_turn(r)] if self._is_overdue(request) else []
+        after.sort(key=self._rank)
+        if self.widths.available_pages() + sum(self._wide_pages(r) for r in after) < pages:
             return
         while after and self.widths.available_pages() < pages:
             self._narrow(after.pop())
 
     def _wide_lows(self) -> list[Request]:
         """Low requests with pages that can be narrowed."""
-        return [
-            r
-            for r in self.running
-            if not r.is_high_priority and r.state is RequestState.DECODE and (self._is_window(r) or r.away_cells == 0)
-        ]
+        lows = (r for r in self.running if not r.is_high_priority and r.state is RequestState.DECODE)
+        return [r for r in lows if self._wide_pages(r) > 0]
 
     # ---- 2: room for the step ----------------------------------------------------------------------------------
 
     def _make_room_for_step(self) -> None:
-        """Until what this step opens is there: narrow low priority from the end of the rank, then park what is paused,
-        then narrow the last of high priority, which goes on being stepped, as far as a step hides its streaming."""
+        """Until what this step opens is there: the last of low priority gives up the pages that are missing, then who
+        is paused is parked, then the last of high priority narrows, which goes on being stepped."""
         demand = self._demand()
         if demand <= self.widths.available_pages():
             return
         victims = sorted(self._wide_lows(), key=self._rank)
-        while victims and demand > self.widths.available_pages():
-            self._narrow(victims.pop())
+        while victims and (missing := demand - self.widths.available_pages()) > 0:
+            self._narrow(victims.pop(), policy.pages_to_narrow(missing))
             demand = self._demand()
         paused = sorted((r for r in self.running if self._is_paused(r)), key=self._rank)
         # The last one stays: a prompt that then finds no row (parked requests keep theirs) would leave nobody to step.
@@ -258,19 +254,27 @@ class NarrowScheduler(Scheduler):
             paused.pop()
         self._narrow_highs(demand)
 
-    def _narrow_highs(self, demand: int) -> None:
-        """No more pages than are missing, and no more bytes than a prefill step hides and this step may wait for."""
-        away = sum(r.away_cells for r in self.running if r.is_high_priority) * self.cell_bytes
-        hidden = policy.stream_budget_bytes(self.rates, self.rates.base_s) - away
+    def _narrow_highs(self, demand: int) -> int:
+        """No more pages than are missing, no more bytes than this step may wait for, and where they will be streamed no
+        more than a decode step hides. Returns the pages narrowed."""
+        hidden = self._hidden_high_pages()
         seconds = policy.step_s(self.rates, 1, 0, self.prefill_chunk)
-        leaving = policy.move_budget_bytes(self.rates, seconds, self.high_share, True)
-        slots = min(hidden, leaving) // self._slot_bytes()
+        leaving = policy.move_budget_bytes(self.rates, seconds, self.high_share, True) // self._slot_bytes()
+        total = 0
         for victim in sorted(self._highs(), key=self._rank, reverse=True):
             missing = demand - self.widths.available_pages()
-            if missing <= 0 or slots <= 0:
-                return
-            wanted = missing + missing // 8 + 2  # a narrowed page keeps 1/16 of itself, and needs staging
-            slots -= self._narrow(victim, min(slots, wanted))
+            if missing <= 0:
+                break
+            most = leaving if self._mode(victim).streams_nothing else min(leaving, hidden)
+            if most > 0 and self._wide_pages(victim) > 0:
+                narrowed = self._narrow(victim, min(most, missing + missing // 8 + 2))
+                leaving, hidden, total = leaving - narrowed, hidden - narrowed, total + narrowed
+        return total
+
+    def _hidden_high_pages(self) -> int:
+        """Pages of high priority that may still narrow: the shortest decode step hides their streaming."""
+        away = sum(r.away_cells for r in self._highs() if not self._mode(r).streams_nothing) * self.cell_bytes
+        return max(0, policy.stream_budget_bytes(self.rates, self.rates.base_s) - away) // self._slot_bytes()
 
     def _highs(self) -> list[Request]:
         return [r for r in self.running if r.is_high_priority and r.state is RequestState.DECODE]
@@ -290,59 +294,103 @@ class NarrowScheduler(Scheduler):
         if not self.running and self.parked:
             self._unpark(min(self.parked, key=self._rank))
 
-    def _may_admit(self, request: Request) -> bool:
-        """All that is admitted fits at minimum width when it has grown to its end, so growth never needs a parking.
-
-        A low prompt that would open narrow waits while the link has enough to bring back already: its first token would
-        be bought with the others' next ones. And some rows are left for high priority.
-        """
-        if not self.running:
-            return True
-        admitted = [*self.running, *self.parked, request]
-        slots = sum(self.memory.pages(self.full_length(r)) for r in admitted)
-        if slots * self.memory.page_size > self.largest_pool():
-            return False
-        if request.is_high_priority or self._is_window(request):
-            return True
-        if len(self.running) >= self.max_running - self.max_running // 4:
-            return False
-        backlog = sum(r.away_cells for r in self.running if not r.is_high_priority) * self.cell_bytes
-        backlog += sum(r.num_computed for r in self.parked) * self._token_bytes()
-        return backlog < policy.backlog_bytes(self.rates, self.high_share) or self._fits_wide(request)
-
     def _demand(self) -> int:
-        """Pages for this step's decodes and for prompts of high priority; a few for low ones, which open narrow."""
+        """Pages for this step's decodes and for prompts that open wide; a few for those that open narrow."""
         stepping = [r for r in self.running if r.state is RequestState.DECODE and not self._is_paused(r)]
         pages = self.widths.new_pages(stepping)
-        prompts = [r for r in self.running if r.state is RequestState.PREFILL] + self.waiting
-        wide = [r for r in prompts if r.is_high_priority or self._is_window(r)]
-        high = sum(r.num_tokens - r.num_computed for r in wide)
-        pages += self.memory.pages(min(high, self.prefill_chunk)) + (high > 0)
-        low = sum(r.num_tokens - r.num_computed for r in prompts) - high
+        prompts = [r for r in self.running if r.state is RequestState.PREFILL]
+        if self.waiting and self._may_admit(by_rank(self.waiting)[0]):
+            prompts += self.waiting
+        wide = sum(r.num_tokens - r.num_computed for r in prompts if self._opens_wide(r))
+        pages += self.memory.pages(min(wide, self.prefill_chunk)) + (wide > 0)
+        low = sum(r.num_tokens - r.num_computed for r in prompts) - wide
         slots_a_page = 1 << (len(self.memory.allocator.ledger.ladder) - 1)
         staged = -(-self.memory.pages(min(low, self.prefill_chunk)) // slots_a_page)
         return pages + 2 * (staged + (low > 0))
 
     def _narrow(self, victim: Request, max_slots: int | None = None) -> int:
-        """Cut it to minimum width, or what its window does not reach. Returns the pages; 0: nothing to cut."""
-        first, last = (1, self.window_pages + 1) if self._is_window(victim) else (0, 0)
-        width = self.window_width if self._is_window(victim) else self.widths.lowest_width
+        """Narrow its pages, the last `max_slots` of those that its read mode lets narrow. Returns the pages; 0: none
+        could be."""
+        mode = self._mode(victim)
+        first, last = mode.kept()
+        width = mode.width(self.memory.allocator.ledger.ladder)
         narrowed = self.widths.narrow(victim, width, first, last, max_slots)
         self.num_narrowings += narrowed > 0
         return narrowed
+
+    # ---- admission ---------------------------------------------------------------------------------------------
+
+    def _may_admit(self, request: Request) -> bool:
+        """A newcomer is weighed by what it costs the others.
+
+        All that is admitted fits at minimum width when it has grown to its end, so growth never ends in a retraction.
+        High priority is stepped at every step, so what it narrows is read at every step: it comes in when its prompt
+        fits wide, once low priority has given way. A low prompt that would open narrow has to be brought in later, and
+        its first token would be bought with the others' next ones: it waits while the link owes enough already. Some
+        rows are left for high priority. Nobody overtakes in his class, so a wait ends with those that run.
+        """
+        if not self.running:
+            return True
+        if any(r.is_high_priority for r in self.parked):
+            return False
+        admitted = [*self.running, *self.parked, request]
+        slots = sum(self.memory.pages(self.full_length(r)) for r in admitted)
+        if slots * self.memory.page_size > self.largest_pool():
+            return False
+        if self._opens_wide(request):
+            return self._fits_with_room_made(request)
+        if len(self.running) >= self.max_running - self.max_running // 4:
+            return False
+        backlog = sum(r.away_cells for r in self.running if not self._opens_wide(r)) * self.cell_bytes
+        backlog += sum(r.num_computed for r in self.parked) * self._token_bytes()
+        own = request.num_tokens * self._token_bytes()
+        return policy.may_owe(self.rates, self.high_share, backlog, own) or self._fits_wide(request)
+
+    def _fits_with_room_made(self, request: Request) -> bool:
+        """Its whole prompt fits at full width after the others in their prompts, once all has narrowed that may."""
+        prompts = [r for r in self.running if r.state is RequestState.PREFILL and self._opens_wide(r)]
+        need = sum(self.memory.pages(r.num_tokens) - self.memory.pages(r.num_computed) for r in [*prompts, request])
+        room = self.widths.available_pages() - len(self.running)
+        if need <= room:
+            return True
+        slots_a_page = 1 << (len(self.memory.allocator.ledger.ladder) - 1)
+        lows = sum(self._wide_pages(r) for r in self._wide_lows())
+        return need <= room + lows - -(-lows // slots_a_page) + self._hidden_high_pages()
+
+    def _fits_wide(self, request: Request) -> bool:
+        """The rest of its prompt has room at full width, beside what paused requests need to get theirs back."""
+        need = self.memory.pages(request.num_tokens) - self.memory.pages(request.num_computed) + len(self.running)
+        return need + self._owed_pages() <= self.widths.available_pages()
+
+    def _owed_pages(self) -> int:
+        """Pages that would give everybody who is paused or parked its full width."""
+        return sum(self._pages_away(r) for r in self.running if self._is_paused(r)) + sum(
+            self._pages_away(r) for r in self.parked
+        )
 
     # ---- 3: decode ---------------------------------------------------------------------------------------------
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         chosen = self._steppable(by_rank(r for r in self.running if r.state is RequestState.DECODE))
         while chosen and not (self._has_wide_room(chosen) and self.memory.decode(chosen)):
-            victim = self._narrow_last(chosen)
+            victim = self._give_up_pages(chosen)
             if victim is None:
                 if self._decode_by_ladder(chosen):
                     break
                 victim = self._make_room()
             chosen = [r for r in chosen if r in self.running and (r is not victim or not self._is_paused(r))]
         plan.work += [(request, 1) for request in chosen]
+
+    def _give_up_pages(self, chosen: list[Request]) -> Request | None:
+        """Who of these that are to be stepped makes room for the others: the last of low priority narrows, then the
+        last of high as far as a step hides it, then the last of them is parked. None: only one runs."""
+        for victim in sorted((r for r in chosen if not r.is_high_priority), key=self._rank, reverse=True):
+            if self._wide_pages(victim) > 0 and self._narrow(victim):
+                return victim
+        if self._narrow_highs(self.widths.available_pages() + self.widths.new_pages(chosen)):
+            return chosen[-1]
+        last = max(chosen, key=self._rank)
+        return last if len(self.running) > 1 and self._park(last) else None
 
     def _plan_first(self, plan: StepPlan) -> None:
         """The first in rank of those that decode is stepped, whatever it costs: the ladder, then parking."""
@@ -354,8 +402,8 @@ class NarrowScheduler(Scheduler):
             self._make_room()
 
     def _has_wide_room(self, chosen: list[Request]) -> bool:
-        """A window's new pages must be full width: not a narrow slot that happens to be free in somebody's page."""
-        if not any(self._is_window(r) for r in chosen):
+        """New pages of those that open wide are fresh ones, not narrow slots that happen to be free in a page."""
+        if not any(self._opens_wide(r) for r in chosen) or not self.memory.allocator.ledger.any_narrow:
             return True
         pages = self.widths.new_pages(chosen)
         return self.memory.allocator.gather_pages(pages) >= pages
@@ -368,17 +416,9 @@ class NarrowScheduler(Scheduler):
             return [min(requests, key=self._rank)]
         return chosen
 
-    def _narrow_last(self, chosen: list[Request]) -> Request | None:
-        """Narrow the last in rank of these that has anything to narrow; low priority before high."""
-        able = {*self._wide_lows(), *self._highs()}
-        for victim in sorted((r for r in chosen if r in able), key=self._rank, reverse=True):
-            if self._narrow(victim, policy.WIDEN_BATCH if victim.is_high_priority else None):
-                return victim
-        return None
-
     def _decode_by_ladder(self, chosen: list[Request]) -> bool:
-        """Last resort but one: the ladder halves whole classes. Not for a window: it would take recent tokens too."""
-        if self.low_reads == "window":
+        """Last resort but one: the ladder halves whole classes. Not with a window: it would take recent tokens too."""
+        if self.read_modes.any_lossy:
             return False
         self.memory.allocator.may_halve = True
         try:
@@ -392,7 +432,7 @@ class NarrowScheduler(Scheduler):
     def _prefill(self, plan: StepPlan, request: Request, budget: int) -> int:
         allocator = self.memory.allocator
         # A window's prompt is opened wide: its recent pages must be, and its old ones narrow when others need room.
-        if request.is_high_priority or self._is_window(request) or self._fits_wide(request):
+        if self._opens_wide(request) or self._fits_wide(request):
             done = self._extend(plan, request, budget)
         else:
             with self.widths.opening_low_at(self.widths.lowest_width):
@@ -400,7 +440,7 @@ class NarrowScheduler(Scheduler):
         if done or plan.work:
             return done
         # Nobody else runs: now the ladder may halve, and after it somebody may be parked.
-        allocator.may_halve = self.low_reads != "window"
+        allocator.may_halve = not self.read_modes.any_lossy
         try:
             return super()._prefill(plan, request, budget)
         finally:
@@ -414,21 +454,12 @@ class NarrowScheduler(Scheduler):
         chunk = min(request.num_tokens - request.num_computed, budget)
         while chunk > 0:
             pages = self.memory.pages(request.num_computed + chunk) - self.memory.pages(request.num_computed)
-            has_room = not self._is_window(request) or self.memory.allocator.gather_pages(pages) >= pages
+            has_room = not self._opens_wide(request) or self.memory.allocator.gather_pages(pages) >= pages
             if has_room and self.memory.extend(request, chunk):
                 plan.work.append((request, chunk))
                 return chunk
             chunk = max(least, chunk // 2 // page_size * page_size) if chunk > least else 0
         return 0
-
-    def _fits_wide(self, request: Request) -> bool:
-        """The rest of its prompt has room at full width, beside what paused requests need to get theirs back."""
-        need = self.memory.pages(request.num_tokens) - self.memory.pages(request.num_computed) + len(self.running)
-        return need + self._owed_pages() <= self.widths.available_pages()
-
-    def _owed_pages(self) -> int:
-        """Pages that would give everybody who is paused its full width."""
-        return sum(self._pages_away(r) for r in self.running if self._is_paused(r))
 
     def _hidden_context(self, request: Request, budget: int) -> int:
         """Tokens that may still be opened narrow, so that later chunks hide their streaming."""
@@ -439,14 +470,14 @@ class NarrowScheduler(Scheduler):
     # ---- 5: stream ---------------------------------------------------------------------------------------------
 
     def _stream_paused(self, plan: StepPlan) -> None:
-        """Paused requests take turns under the step's compute."""
+        """Paused requests go on under the step's compute, the first in rank first."""
         self.stream_budget = policy.stream_budget_bytes(self.rates, self._seconds(plan))
-        reading = [r for r, _ in plan.work if not self._is_window(r)]
+        reading = [r for r, _ in plan.work if not self._mode(r).streams_nothing]
         self.streamed_bytes = sum(r.away_cells for r in reading) * self.cell_bytes
         planned = set(reading)
         paused = [r for r in self.running if self._is_paused(r) and r not in planned]
         chosen = []
-        for request in sorted(paused, key=lambda r: (r.last_step, r.arrival_order)):
+        for request in sorted(paused, key=self._rank):
             away = request.away_cells * self.cell_bytes
             if self.streamed_bytes + away <= self.stream_budget:
                 chosen.append(request)

@@ -14,6 +14,7 @@ from tidekv.attention.page_tables import PackedBatch, build_batch
 from tidekv.engine.cuda_graphs import DecodeGraphs
 from tidekv.engine.memory import RequestMemory
 from tidekv.engine.model import LoadedModel, forward_packed
+from tidekv.engine.read_modes import ReadModes
 from tidekv.engine.request import Request
 from tidekv.engine.sampling import sample
 from tidekv.memory.ledger import IntArray
@@ -39,14 +40,21 @@ class Launched:
         return list(zip(self.requests, self.on_host.tolist(), strict=True))
 
 
+EXACT = ReadModes()
+
+
 class Runner:
     """Runs packed batches: decodes and prefill chunks together, no padding."""
 
     def __init__(
-        self, model: LoadedModel, memory: RequestMemory, backend: AttentionBackend, low_reads: str = "exact"
+        self,
+        model: LoadedModel,
+        memory: RequestMemory,
+        backend: AttentionBackend,
+        read_modes: ReadModes = EXACT,
     ) -> None:
         self.model = model
-        self.low_reads = low_reads
+        self.read_modes = read_modes
         self.memory = memory
         self.backend = backend
         self.graphs = DecodeGraphs(model, backend) if memory.pool.device.type == "cuda" else None
@@ -74,7 +82,9 @@ class Runner:
         locs = pool.req_to_token[token_rows, positions_dev].to(torch.int64)
         width = self.memory.pages(int(kv_lens.max())) * page_size
         slots = (pool.req_to_token[:, :width:page_size][rows].to(torch.int64) // page_size).contiguous()
-        windows = np.array([not r.is_high_priority for r, _ in work]) if self.low_reads == "window" else None
+        windows = None
+        if self.read_modes.any_lossy:
+            windows = np.array([self.read_modes.of(r.is_high_priority).streams_nothing for r, _ in work])
         batch = build_batch(self.memory.allocator.ledger, q_lens, kv_lens, slots, locs, windows)
         logits = self.graphs.run(batch, input_ids, positions_dev) if self.graphs and len(done) == len(work) else None
         if logits is None:

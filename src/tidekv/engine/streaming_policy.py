@@ -79,10 +79,15 @@ def restore_pays(bring_in_bytes: int, streamed_bytes_a_step: int, steps_left: in
     return bring_in_bytes < steps_left * streamed_bytes_a_step
 
 
-def rank_key(is_high: bool, overdue: bool, had_turn: bool, arrival_order: int) -> tuple[bool, bool, bool, int]:
-    """Who gets memory first, smallest first: high; then who has waited too long; then who has not run its quantum yet;
-    then arrival."""
-    return (not is_high, not overdue, had_turn, arrival_order)
+def rank_key(is_high: bool, overdue: bool, arrival_order: int) -> tuple[bool, bool, int]:
+    """Who gets memory first, smallest first: high; then who has waited too long; then order of arrival."""
+    return (not is_high, not overdue, arrival_order)
+
+
+def pages_to_narrow(missing: int) -> int:
+    """Pages to narrow so that `missing` become free: a narrow page keeps a part of itself and needs staging. At least a
+    batch, since each narrowing rewrites the tables of locations once."""
+    return max(WIDEN_BATCH, missing + missing // 8 + 2)
 
 
 def narrow_prefill_tokens(rates: StepRates, away_bytes_a_token: int, chunk_tokens: int) -> int:
@@ -94,6 +99,7 @@ def narrow_prefill_tokens(rates: StepRates, away_bytes_a_token: int, chunk_token
     return hidden // max(1, away_bytes_a_token)
 
 
-def backlog_bytes(rates: StepRates, high_share: float) -> int:
-    """Bytes that may be owed to paused requests, so that the last of them has its width back within `BACKLOG_S`."""
-    return int(rates.link_rate * high_share * BACKLOG_S)
+def may_owe(rates: StepRates, high_share: float, backlog_bytes: int, own_bytes: int) -> bool:
+    """A prompt may be opened narrow: the last of those who are paused has its width back within `BACKLOG_S` all the
+    same. The first one always may."""
+    return not backlog_bytes or backlog_bytes + own_bytes <= int(rates.link_rate * high_share * BACKLOG_S)

@@ -78,16 +78,19 @@ class LoadCounter:
         return StepLoad(batch, context, prompt, context_sum, streamed, device, to_host, from_host)
 
     def streamed_bytes(self, requests: list[Request]) -> int:
-        """Bytes of the layers that are not resident, of all pages that these requests read. A window reads none."""
-        ledger = self.engine.allocator.ledger
-        if self.engine.config.low_reads == "window":
-            requests = [r for r in requests if r.is_high_priority]
+        """Bytes of the layers that are not resident, of all pages that these requests stream by their read modes."""
+        ledger, modes = self.engine.allocator.ledger, self.engine.config.read_modes
+        requests = [r for r in requests if not modes.of(r.is_high_priority).streams_nothing]
         if not ledger.any_narrow or not requests:
             return 0
         slots = self.engine.memory.slots_of(requests)
-        levels = ledger.levels_of(slots[slots > 0])
+        levels = np.where(slots > 0, ledger.levels_of(slots), 0)
+        for row, request in enumerate(requests):
+            narrow = levels[row] > 0
+            if narrow.any():
+                levels[row][~modes.of(request.is_high_priority).streamed(slots[row], narrow)] = 0
         away = ledger.geometry.layer_num - np.array(ledger.ladder, dtype=np.int64)
-        counts = np.bincount(levels, minlength=len(ledger.ladder))
+        counts = np.bincount(levels.ravel(), minlength=len(ledger.ladder))
         return int((counts * away).sum()) * ledger.geometry.cell_bytes
 
 

@@ -22,7 +22,6 @@ from tidekv.replay.run import PolicyRun, Replay, Sample
 
 SLO_S = {"high": {"ttft_s": 1.0, "tpot_s": 0.05}, "low": {"ttft_s": 10.0, "tpot_s": float("inf")}}
 COLORS = {"free": "#d9d9d9", "cached": "#a6cee3", "high": "#d73027", "low": "#4575b4", "dynamic": "#fee090"}
-LOSSY = "window (LOSSY)"
 
 
 def class_figures(requests: list[Request], num_refused: int, span_s: float, slo: dict[str, float]) -> dict[str, Any]:
@@ -101,13 +100,14 @@ def run_figures(run: PolicyRun) -> dict[str, Any]:
 def report(replay: Replay) -> dict[str, Any]:
     """The whole report, JSON-ready."""
     config = replay.config
-    lossy = config.low_reads != "exact"
+    modes = config.read_modes
     return {
         "trace": replay.trace,
         "trace_requests": replay.num_trace_requests,
         "note": "priorities are assigned by us; no source carries them",
         "config": asdict(config),
-        "low_reads": LOSSY if lossy else "exact",
+        "high_reads": modes.high.label,
+        "low_reads": modes.low.label,
         "slo_s": {name: {k: v for k, v in slo.items() if v != float("inf")} for name, slo in SLO_S.items()},
         "cost_model": cost_constants(config.machine, config.model) if config.executor == "model" else None,
         "unlimited_peak_tokens": replay.unlimited_peak_tokens,
@@ -149,7 +149,7 @@ def print_table(replay: Replay, console: Console) -> None:
     console.print(
         f"{replay.trace}: {replay.num_trace_requests} requests; "
         f"{modelled if config.executor == 'model' else 'real executor, wall clock'}; "
-        f"pool {replay.capacity_tokens:,} tokens{share}; low reads {figures['low_reads']}",
+        f"pool {replay.capacity_tokens:,} tokens{share}; {_reads(figures)}",
         highlight=False,
     )
     first, last, work = (Table(box=SIMPLE, padding=(0, 1)) for _ in range(3))
@@ -186,8 +186,12 @@ def _columns(table: Table, *names: str) -> None:
 
 
 def _label(run: dict[str, Any], replay: Replay) -> str:
-    lossy = run["policy"] == "narrow" and replay.config.low_reads != "exact"
+    lossy = run["policy"] == "narrow" and replay.config.read_modes.any_lossy
     return f"{run['policy']}{' LOSSY' if lossy else ''}{' (interrupted)' if run['interrupted'] else ''}"
+
+
+def _reads(figures: dict[str, Any]) -> str:
+    return f"high reads {figures['high_reads']}, low reads {figures['low_reads']}"
 
 
 def _cells(values: dict[str, float | None], *names: str, scale: float = 1.0) -> list[str]:
@@ -223,7 +227,7 @@ def _plot_latencies(figures: dict[str, Any], folder: Path) -> Path:
             if not np.isnan([run["classes"][priority][key]["p50"] or np.nan for run in figures["runs"]]).all():
                 axis.set_yscale("log")
     axes[0][0].legend()
-    figure.suptitle(f"{figures['trace']}, pool {figures['capacity_tokens']:,} tokens, low reads {figures['low_reads']}")
+    figure.suptitle(f"{figures['trace']}, pool {figures['capacity_tokens']:,} tokens, {_reads(figures)}")
     figure.tight_layout()
     path = folder / "latency.png"
     figure.savefig(path, dpi=110)

@@ -16,7 +16,7 @@ import torch
 
 from tidekv.engine.engine import Engine, EngineConfig
 from tidekv.engine.model import LoadedModel, load_model
-from tidekv.engine.narrow_scheduler import LowReads
+from tidekv.engine.read_modes import ReadModes, Reads
 from tidekv.engine.request import Request
 from tidekv.engine.sampling import SamplingParams
 from tidekv.engine.scheduler import Pressure
@@ -38,7 +38,7 @@ class ReplayConfig:
     capacity        tokens (int), or a share (float in (0, 1]) of what the trace holds at its peak in unlimited memory
     executor        "model" (virtual clock) or "real" (a forward for every step)
     machine, model  presets of the cost model; `real_model` is what the real executor loads
-    low_reads       "exact", or "window": lossy
+    high_reads, low_reads   "exact", or "window": lossy. Under `narrow` alone; the other policies narrow nothing
     sample_s        seconds between two samples of the pool's state
     """
 
@@ -47,7 +47,8 @@ class ReplayConfig:
     machine: str = "H200"
     model: str = "llama-3.1-8b"
     real_model: str = "smollm2"
-    low_reads: LowReads = "exact"
+    high_reads: Reads = "exact"
+    low_reads: Reads = "exact"
     window_tokens: int = 1024
     page_size: int = 64
     prefill_chunk: int = 2048
@@ -63,6 +64,12 @@ class ReplayConfig:
             raise ConfigError(f"capacity must be at least {2 * self.page_size} tokens, got {self.capacity}")
         if self.executor not in ("model", "real"):
             raise ConfigError(f"executor must be model or real, got {self.executor!r}")
+        _ = self.read_modes  # refuses names that there are not
+
+    @property
+    def read_modes(self) -> ReadModes:
+        """How each class is read under `narrow`."""
+        return ReadModes.named(self.high_reads, self.low_reads, self.window_tokens, self.page_size)
 
 
 @dataclass
@@ -166,6 +173,7 @@ def build_engine(
         host_memory=config.host_memory,
         write_through=policy == "narrow",
         rates=cost.step_rates() if policy == "narrow" else None,
+        high_reads=config.high_reads if policy == "narrow" else "exact",
         low_reads=config.low_reads if policy == "narrow" else "exact",
         window_tokens=config.window_tokens,
     )
