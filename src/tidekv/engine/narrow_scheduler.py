@@ -99,8 +99,8 @@ class NarrowScheduler(Scheduler):
         """What a step of this length, with high priority in it or not, may spend on widening."""
         self.step_s = seconds
         earned = policy.move_budget_bytes(self.rates, seconds, self.high_share, high)
-        # Saved up for a batch, no more: a burst of widening would be one long gap.
-        self.move_bytes = min(self.move_bytes + earned, max(earned, policy.WIDEN_BATCH * self._slot_bytes()))
+        most = max(earned, policy.WIDEN_BATCH * self._slot_bytes(), policy.saved_bytes(self.rates, self.high_share))
+        self.move_bytes = min(self.move_bytes + earned, most)
 
     def _count(self, *, everybody: bool = False) -> None:
         """Widths of those that may have changed; of everybody where the ladder ran, and every 64 steps."""
@@ -124,7 +124,8 @@ class NarrowScheduler(Scheduler):
         """Widths that nobody in particular waits for: old pages of a window, pages that the ladder took."""
         if not self.widths.can_narrow or self.move_bytes <= 0:
             return
-        widened = self.memory.allocator.restore_widths(max(1, self.move_bytes // self._slot_bytes()))
+        most = min(self.move_bytes, policy.WIDEN_BATCH * self._slot_bytes())
+        widened = self.memory.allocator.restore_widths(max(1, most // self._slot_bytes()))
         self.move_bytes -= widened * self._slot_bytes()
 
     # ---- ranks -------------------------------------------------------------------------------------------------
@@ -177,13 +178,13 @@ class NarrowScheduler(Scheduler):
 
     def _widen(self) -> None:
         """The first in rank get their pages back, a batch a step."""
-        narrow = [r for r in self.running if r.away_cells > 0 and r.state is RequestState.DECODE]
-        wanting = [r for r in narrow if not self._mode(r).streams_nothing] + self.parked
+        wanting = [r for r in self.running if self._wants_width(r)] + self.parked
+        left = self._move_limit()
         spare = len(self.running)  # a page for everybody's growth
         for request in sorted(wanting, key=self._rank):
             need = self._pages_away(request)
             batch = min(policy.WIDEN_BATCH, need) * self._slot_bytes()
-            if self.move_bytes < batch:
+            if min(self.move_bytes, left) < batch:
                 return  # save up: every batch rewrites the tables of locations once
             steps_left = request.sampling.max_new_tokens - len(request.output_ids)
             if request.parked is None and not policy.restore_pays(batch, batch, steps_left):
@@ -198,10 +199,24 @@ class NarrowScheduler(Scheduler):
                 continue
             if self._is_overdue(request):
                 request.turn_end = len(request.output_ids) + self._quantum(request)
-            widened = self.widths.widen(request, max(1, min(need, self.move_bytes // self._slot_bytes())))
+            before = self.move_bytes
+            widened = self.widths.widen(request, max(1, min(need, min(self.move_bytes, left) // self._slot_bytes())))
             self.move_bytes -= widened * self._slot_bytes()
+            left -= before - self.move_bytes
             self.num_widenings += widened > 0
             spare += self._pages_away(request)  # the rest of it is promised
+
+    def _wants_width(self, request: Request) -> bool:
+        """It decodes narrow, or is a prompt whose narrow context the next chunk would not hide."""
+        if request.away_cells == 0 or self._mode(request).streams_nothing:
+            return False
+        return request.state is RequestState.DECODE or self._hidden_context(request, self.prefill_chunk) <= 0
+
+    def _move_limit(self) -> int:
+        """Bytes that widening may take out of this step at once, of what was saved up for it."""
+        prompts = bool(self.waiting) or any(r.state is RequestState.PREFILL for r in self.running)
+        batch = policy.WIDEN_BATCH * self._slot_bytes()
+        return max(batch, policy.burst_bytes(self.rates, self.step_s, 0 if prompts else self.prefill_chunk))
 
     def _unpark(self, request: Request) -> bool:
         """Back on the device at minimum width (widening comes after); at full width where new pages are."""
@@ -358,15 +373,12 @@ class NarrowScheduler(Scheduler):
         return need <= room + lows - -(-lows // slots_a_page) + self._hidden_high_pages()
 
     def _fits_wide(self, request: Request) -> bool:
-        """The rest of its prompt has room at full width, beside what paused requests need to get theirs back."""
+        """The rest of its prompt has room at full width, beside what those before it need to get theirs back."""
         need = self.memory.pages(request.num_tokens) - self.memory.pages(request.num_computed) + len(self.running)
-        return need + self._owed_pages() <= self.widths.available_pages()
-
-    def _owed_pages(self) -> int:
-        """Pages that would give everybody who is paused or parked its full width."""
-        return sum(self._pages_away(r) for r in self.running if self._is_paused(r)) + sum(
-            self._pages_away(r) for r in self.parked
-        )
+        mine = self._rank(request)
+        before = (r for r in [*self.running, *self.parked] if (r.away_cells or r.parked is not None))
+        owed = sum(self._pages_away(r) for r in before if not self._mode(r).streams_nothing and self._rank(r) < mine)
+        return need + owed <= self.widths.available_pages()
 
     # ---- 3: decode ---------------------------------------------------------------------------------------------
 
@@ -462,10 +474,11 @@ class NarrowScheduler(Scheduler):
         return 0
 
     def _hidden_context(self, request: Request, budget: int) -> int:
-        """Tokens that may still be opened narrow, so that later chunks hide their streaming."""
+        """Tokens that may be opened narrow now, so that later chunks hide their streaming; the last one nobody reads
+        before it is paused or widened."""
         away = self._slot_bytes() // self.memory.page_size
         most = policy.narrow_prefill_tokens(self.rates, away, budget)
-        return most - request.num_computed + self.prefill_chunk
+        return most - self._pages_away(request) * self.memory.page_size + self.prefill_chunk
 
     # ---- 5: stream ---------------------------------------------------------------------------------------------
 

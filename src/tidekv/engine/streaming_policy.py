@@ -69,6 +69,17 @@ def move_budget_bytes(rates: StepRates, seconds: float, high_share: float, high_
     return int(rates.link_rate * seconds * (high_share if high_decodes else LOW_ONLY_SHARE))
 
 
+def saved_bytes(rates: StepRates, high_share: float) -> int:
+    """Bytes of the move budget that may be saved up for later."""
+    return int(rates.link_rate * high_share * BACKLOG_S)
+
+
+def burst_bytes(rates: StepRates, seconds: float, chunk_tokens: int) -> int:
+    """Bytes of what was saved up that one step of this length may take: then it is as long as a step with
+    `chunk_tokens` of a prompt, which high priority waits for anyhow. A step that has such a chunk takes none."""
+    return int(rates.link_rate * max(0.0, chunk_tokens * rates.prompt_s - seconds))
+
+
 def quantum_tokens(rates: StepRates, bring_in_bytes: int, seconds: float) -> int:
     """Steps that a request runs once it was brought in, before another may take its place."""
     return max(MIN_QUANTUM, int(bring_in_bytes / (rates.link_rate * seconds * QUANTUM_COST)))
@@ -102,4 +113,4 @@ def narrow_prefill_tokens(rates: StepRates, away_bytes_a_token: int, chunk_token
 def may_owe(rates: StepRates, high_share: float, backlog_bytes: int, own_bytes: int) -> bool:
     """A prompt may be opened narrow: the last of those who are paused has its width back within `BACKLOG_S` all the
     same. The first one always may."""
-    return not backlog_bytes or backlog_bytes + own_bytes <= int(rates.link_rate * high_share * BACKLOG_S)
+    return not backlog_bytes or backlog_bytes + own_bytes <= saved_bytes(rates, high_share)

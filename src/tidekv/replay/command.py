@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 from rich.console import Console
@@ -14,16 +15,21 @@ from tidekv.replay.trace import read_trace
 
 
 def parse_capacity(text: str) -> int | float:
-    """ "0.5" is a share of the unlimited peak, "120000" is tokens; "1" and "1.0" are the whole peak."""
+    """ "0.5" and "1/2" are shares of the unlimited peak, "120000" is tokens; "1" and "1.0" are the whole peak."""
     try:
-        value = float(text)
-    except ValueError:
+        value = float(Fraction(text.replace(" ", "")))
+    except (ValueError, ZeroDivisionError):
         value = -1.0
     if 0.0 < value <= 1.0:
         return value
     if value > 1.0 and value == int(value):
         return int(value)
     raise ConfigError(f"capacity must be tokens, or a share in (0, 1] of the unlimited peak, got {text!r}")
+
+
+def parse_capacities(text: str) -> list[int | float]:
+    """ "1/2,1/3,2/3": one or more, with commas between them."""
+    return [parse_capacity(part) for part in text.split(",")]
 
 
 def run_with_progress(
