@@ -60,7 +60,7 @@ def why_not(geometry: KVGeometry, device: torch.device, *, compile_missing: bool
     try:
         spec = _module_spec(geometry)
     except (ImportError, OSError, RuntimeError) as error:  # its parts disagree in version, a library is missing
-        return f"it cannot be imported: {_first_line(error)}"
+        return f"it does not load here: {_first_line(error)}"
     if spec.is_compiled:
         return None
     kernels = f"its kernels for {_short(geometry.dtype)}, head_dim {geometry.head_dim}"
