@@ -17,6 +17,7 @@ from tidekv.memory.host_pool import HostKVPool
 from tidekv.memory.ledger import HIGH, LOW
 from tidekv.sglang_plugin.allocator import BatchView, TideAllocator, TideCore
 from tidekv.sglang_plugin.capacity import plan_capacity
+from tidekv.sglang_plugin.window import Window
 
 LAYERS, PAGES, PAGE_SIZE = 8, 24, 4
 
@@ -51,7 +52,9 @@ class Driver:
         self.fences += 1
 
     def view(self, rows: list[Row]) -> None:
-        self.tide.batch = BatchView(tuple(row.high for row in rows), lambda: sum(map(len, self.cached)), self.evict)
+        self.tide.batch = BatchView(
+            tuple(row.high for row in rows), rows, lambda: sum(map(len, self.cached)), self.evict
+        )
 
     def evict(self, tokens: int) -> None:
         while tokens > 0 and self.cached:
@@ -210,6 +213,35 @@ def test_clear_forgets_everything() -> None:
     driver.tide.clear()
     driver.check()
     assert driver.tide.available_size() == driver.tide.size
+
+
+def test_a_window_gives_up_its_old_pages_first() -> None:
+    driver = Driver()
+    driver.rows = [Row(False), Row(False)]
+    assert driver.extend(driver.rows, [40, 40])
+    window = driver.tide.window = Window(8, PAGE_SIZE)
+
+    def old_pages() -> np.ndarray:
+        ends = window.old_pages(np.array([len(r.locs) for r in driver.rows]))
+        return np.concatenate([
+            np.array(r.locs[PAGE_SIZE : end * PAGE_SIZE : PAGE_SIZE]) // PAGE_SIZE
+            for r, end in zip(driver.rows, ends, strict=True)
+        ])  # fmt: skip
+
+    driver.tide.old_pages = old_pages
+    third = Row(False)
+    assert driver.extend([third], [40])
+    driver.rows.append(third)
+    ledger = driver.tide.core.ledger
+    assert ledger.level == [0, 0, 0, 0]  # no class was halved: new pages are full width
+    assert driver.tide.num_window_pages > 0
+    for row in driver.rows[:2]:
+        ids = np.array(row.locs[::PAGE_SIZE]) // PAGE_SIZE
+        levels = ledger.levels_of(driver.tide.pages.slots_of(ids))
+        assert levels[0] == 0
+        assert not levels[-2:].any()
+    driver.read()  # nothing is lost: the host has what the window does not look at
+    driver.check()
 
 
 @pytest.mark.parametrize("seed", range(12))

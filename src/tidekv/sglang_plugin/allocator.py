@@ -23,7 +23,9 @@ from tidekv.memory.ledger import DYNAMIC, HIGH, LOW, IntArray
 from tidekv.pressure.repack import Work
 from tidekv.sglang_plugin.pool import TideKVPool
 from tidekv.sglang_plugin.virtual_pages import VirtualPages
+from tidekv.sglang_plugin.window import LEVEL, Window
 
+LEAST_PAGES = 16  # pages that a narrowing of old pages frees beyond the demand, if there are so many
 _new_event: Callable[..., Any] = torch.cuda.Event  # torch does not type its constructor
 
 
@@ -31,10 +33,12 @@ _new_event: Callable[..., Any] = torch.cuda.Event  # torch does not type its con
 class BatchView:
     """Who allocates: announced by the hooks before SGLang prepares a batch.
 
-    high   [bs] bool; evict(tokens): drop so many tokens of cached prefixes; evictable(): tokens that could be dropped
+    high   [bs] bool, and reqs: the requests themselves, in the batch's order
+    evict(tokens)   drop so many tokens of cached prefixes; evictable(): tokens that could be dropped
     """
 
     high: tuple[bool, ...]
+    reqs: Sequence[Any]
     evictable: Callable[[], int]
     evict: Callable[[int], None]
 
@@ -71,7 +75,10 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         self.pages = VirtualPages(size // page_size, core.geometry.num_pages, page_size, core.device)
         core.register_loc_holder(self.pages.tensors)
         self.batch: BatchView | None = None
+        self.window: Window | None = None  # LOSSY: how low requests are read
+        self.old_pages: Callable[[], IntArray] | None = None  # virtual pages that no window reaches
         self.num_evictions = 0  # tokens that physical pressure took from the prefix cache
+        self.num_window_pages = 0  # old pages that windows let narrow
         self.num_changes = 0  # allocations and frees: the idle check runs when it has moved
         super().__init__(size, page_size, dtype, device, kvcache, need_sort)
 
@@ -96,7 +103,7 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         self.core.clear()
         self.pages.clear()
         self.free_pages = self.release_pages = None
-        self.free_group = None
+        self.free_group: list[torch.Tensor] | None = None
         self.free_page_ids_group: list[torch.Tensor] = []
         self._in_flight: list[tuple[torch.Tensor, torch.cuda.Event, int | None]] = []
 
@@ -134,9 +141,9 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         high = self._priorities(len(seq))
         if not self._prepare(new_pages, high):
             return None
-        last = last_loc.to(torch.int64)
+        prefix_lens, seq_lens, last = (t.to(torch.int64) for t in (prefix_lens, seq_lens, last_loc))
         found = self.core.alloc_extend(
-            prefix_lens.to(torch.int64), prefix_lens_cpu, seq_lens.to(torch.int64), seq_lens_cpu,
+            prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu,
             self.pages.locations(last).contiguous(), extend_num_tokens, high,
         )  # fmt: skip
         if found is None:
@@ -157,10 +164,8 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         high = self._priorities(len(seq))
         if not self._prepare((seq % self.page_size == 1).astype(np.int64), high):
             return None
-        last = last_loc.to(torch.int64)
-        found = self.core.alloc_decode(
-            seq_lens.to(torch.int64), seq_lens_cpu, self.pages.locations(last).contiguous(), high
-        )
+        seq_lens, last = seq_lens.to(torch.int64), last_loc.to(torch.int64)
+        found = self.core.alloc_decode(seq_lens, seq_lens_cpu, self.pages.locations(last).contiguous(), high)
         if found is None:
             return None
         ids = self._assign_ids()
@@ -225,7 +230,21 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
             gained = self.pages.num_free - before
             self.num_evictions += max(0, gained) * int(self.page_size)
             if gained <= 0:
-                return
+                break
+        if self.window is not None and self.old_pages is not None and (short := self._shortage(demand, bs)) > 0:
+            self._narrow_old_pages(short)
+
+    def _narrow_old_pages(self, short: int) -> None:
+        """Old pages of windows go before the ladder halves a whole class: nothing will have to be streamed for them."""
+        assert self.window is not None
+        assert self.old_pages is not None
+        ledger = self.core.ledger
+        level = min(LEVEL, len(ledger.ladder) - 1)
+        slots = self.window.candidates(ledger, self.pages.slots_of(self.old_pages()))
+        # A page cut to 1/s gives up (s - 1)/s of itself; a few more at once, so that not every step repacks.
+        wanted = -(-(short + LEAST_PAGES) * (1 << level) // ((1 << level) - 1)) if level else 0
+        if len(slots) and wanted:
+            self.num_window_pages += self.core.narrow_slots(slots[:wanted], ledger.ladder[level])
 
     def _shortage(self, demand: dict[int, int], bs: int) -> int:
         """Physical pages that are missing for the demand at the present widths, staging for the step included."""
@@ -301,7 +320,13 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
             event.record()
             self._in_flight.append((copy, event, count))
 
+    def free_group_begin(self) -> None:
+        """Collect frees until the end of the group. A second begin goes on collecting."""
+        if self.free_group is None:
+            self.free_group, self.free_page_ids_group = [], []
+
     def free_group_end(self) -> None:
+        """Do the collected frees."""
         loose, self.free_group = self.free_group, None
         exact, self.free_page_ids_group = self.free_page_ids_group, []
         if exact:

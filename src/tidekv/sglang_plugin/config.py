@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tidekv.errors import ConfigError
 
 SWITCH = "TIDEKV_SGLANG"
+LOW_READS = ("exact", "window")
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Settings:
     low_max_pages, high_reserved_pages   thresholds of the pressure ladder, in pages; default: the core's fractions
     restore_free          fraction of free pages from which widths come back
     overlap               1: allow SGLang's overlap scheduling on a GPU
+    low_reads             "exact"; or "window", LOSSY: layers that are not resident do not see a low request's old pages
+    window_tokens         most recent tokens that a window reads in every layer, beside the first page
     """
 
     priority_threshold: int = 1
@@ -30,12 +33,18 @@ class Settings:
     high_reserved_pages: int | None = None
     restore_free: float = 0.25
     overlap: bool = False
+    low_reads: str = "exact"
+    window_tokens: int = 1024
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.overcommit <= 64.0:
             raise ConfigError(f"TIDEKV_OVERCOMMIT must lie in 1.0..64.0, got {self.overcommit}")
         if not 0.0 < self.restore_free <= 1.0:
             raise ConfigError(f"TIDEKV_RESTORE_FREE must lie in (0.0, 1.0], got {self.restore_free}")
+        if self.low_reads not in LOW_READS:
+            raise ConfigError(f"TIDEKV_LOW_READS must be {' or '.join(LOW_READS)}, got {self.low_reads!r}")
+        if self.window_tokens < 1:
+            raise ConfigError(f"TIDEKV_WINDOW_TOKENS must be >= 1, got {self.window_tokens}")
         if self.host_tokens is not None and self.host_tokens < 0:
             raise ConfigError(f"TIDEKV_HOST_TOKENS must be >= 0, got {self.host_tokens}")
 
@@ -50,7 +59,7 @@ def is_switched_on(environ: Mapping[str, str] = os.environ) -> bool:
 
 def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """The settings; `ConfigError` for a value that is no number, or a TIDEKV_ variable that does not exist."""
-    kinds: dict[str, type[int] | type[float]] = {
+    kinds: dict[str, type[int] | type[float] | type[str]] = {
         "PRIORITY_THRESHOLD": int,
         "OVERCOMMIT": float,
         "HOST_TOKENS": int,
@@ -58,12 +67,14 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
         "HIGH_RESERVED_PAGES": int,
         "RESTORE_FREE": float,
         "OVERLAP": int,
+        "LOW_READS": str,
+        "WINDOW_TOKENS": int,
     }
     unknown = [k for k in environ if k.startswith("TIDEKV_") and k != SWITCH and k[len("TIDEKV_") :] not in kinds]
     if unknown:
         known = ", ".join(f"TIDEKV_{name}" for name in kinds)
         raise ConfigError(f"{', '.join(sorted(unknown))} means nothing to tidekv; there are {SWITCH}, {known}")
-    found: dict[str, int | float] = {}
+    found: dict[str, int | float | str] = {}
     for name, kind in kinds.items():
         text = environ.get(f"TIDEKV_{name}")
         if text:

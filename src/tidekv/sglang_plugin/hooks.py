@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tidekv.errors import ConfigError
 from tidekv.geometry import MIN_SLOT_WIDTH
 from tidekv.memory.host_pool import HostKVPool
-from tidekv.memory.ledger import IntArray
+from tidekv.memory.ledger import NO_SLOTS, IntArray
 from tidekv.sglang_plugin import refusals
 from tidekv.sglang_plugin.allocator import BatchView, TideAllocator, TideCore
 from tidekv.sglang_plugin.attention import TideAttention
@@ -26,6 +26,7 @@ from tidekv.sglang_plugin.config import Settings
 from tidekv.sglang_plugin.metrics import Reporter
 from tidekv.sglang_plugin.pool import TideKVPool
 from tidekv.sglang_plugin.seams import SEAMS, Seam
+from tidekv.sglang_plugin.window import Window
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ def build_allocator(
         low_max_pages=settings.low_max_pages,
         high_reserved_pages=settings.high_reserved_pages,
     )
-    tide.allocator = TideAllocator(
+    tide.allocator = allocator = TideAllocator(
         sizes.max_total_num_tokens,
         geometry.page_size,
         geometry.dtype,
@@ -148,7 +149,9 @@ def build_allocator(
         False,
         core,
     )
-    return tide.allocator
+    if settings.low_reads == "window":
+        allocator.window = Window(settings.window_tokens, geometry.page_size)
+    return allocator
 
 
 def register_attention_backends() -> None:
@@ -260,6 +263,22 @@ def enable_fused_set_kv_buffer(original: Original, forward_batch: Any) -> bool:
     return bool(original(forward_batch))
 
 
+def old_pages(scheduler: Any) -> IntArray:
+    """Virtual pages of running low requests that no window reaches, oldest request first. Reads rows back."""
+    tide = here()
+    allocator, batch = tide.allocator, scheduler.running_batch
+    if allocator is None or allocator.window is None or batch is None:
+        return NO_SLOTS
+    page_size, rows = int(allocator.page_size), scheduler.req_to_token_pool.req_to_token
+    found = [NO_SLOTS]
+    for index, req in enumerate(batch.reqs):
+        end = int(allocator.window.old_pages(np.array([committed_len(req)]))[0])
+        if not is_high(req) and end > 1:
+            locs = rows[batch.req_pool_indices[index], page_size : end * page_size : page_size]
+            found.append(locs.cpu().numpy().astype(np.int64) // page_size)
+    return np.concatenate(found)
+
+
 def committed_len(req: Any) -> int:
     """Tokens whose KV is written: on the request in 0.5.17, on its KV record later."""
     kv = getattr(req, "kv", None)
@@ -288,6 +307,7 @@ def _announce(batch: Any, reqs: list[Any]) -> TideAllocator:
         high = [req.tidekv_high for req in reqs]
     allocator.batch = BatchView(
         tuple(high),
+        reqs,
         lambda: int(tree.evictable_size()) if tree is not None else 0,
         lambda tokens: tree.evict(EvictParams(num_tokens=tokens)),
     )
@@ -322,17 +342,19 @@ def scheduler_init(original: Original, scheduler: Any, *args: Any, **kwargs: Any
     if str(scheduler.device).startswith("cuda"):
         forward_stream = scheduler.forward_stream
         tide.allocator.core.fence = lambda: torch.cuda.current_stream().wait_stream(forward_stream)
+    tide.allocator.old_pages = lambda: old_pages(scheduler)
     collector = getattr(scheduler, "metrics_collector", None)
     tide.reporter = Reporter(tide.allocator, dict(collector.labels) if collector is not None else None)
     page_size = int(tide.allocator.page_size)
     logger.info(
-        "tidekv on. #physical-token: %d, #token: %d, #host-token: %d, widths: %s, high: priority %s %d",
+        "tidekv on. #physical-token: %d, #token: %d, #host-token: %d, widths: %s, high: priority %s %d, low reads: %s",
         capacity.physical_pages * page_size,
         capacity.virtual_pages * page_size,
         capacity.host_pages * page_size,
         tide.allocator.core.ledger.ladder,
         "<=" if tide.low_values_first else ">=",
         tide.settings.priority_threshold,
+        "exact" if tide.allocator.window is None else f"window of {tide.allocator.window.tokens} tokens (LOSSY)",
     )
 
 

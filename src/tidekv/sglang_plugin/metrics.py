@@ -27,6 +27,7 @@ COUNTERS = {
     "merges_total": "Times half-empty pages were merged",
     "pages_freed_total": "Pages that narrowing and merging have freed",
     "evicted_tokens_total": "Tokens of cached prefixes that gave way to physical pressure",
+    "window_pages_total": "Old pages of low requests that a window (LOSSY) let narrow",
     "bytes_to_host_total": "Bytes of K and V copied to the host",
     "bytes_from_host_total": "Bytes of K and V copied from the host, streamed ones included",
 }
@@ -52,6 +53,7 @@ def snapshot(allocator: TideAllocator) -> dict[str, float]:
         "merges_total": core.num_merges,
         "pages_freed_total": core.num_pages_freed,
         "evicted_tokens_total": allocator.num_evictions,
+        "window_pages_total": allocator.num_window_pages,
         "bytes_to_host_total": moves.to_host_bytes + written,
         "bytes_from_host_total": moves.from_host_bytes + streamed,
     }
