@@ -14,8 +14,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from tidekv.attention.backend import choose
 from tidekv.config import omp_wait_policy
 from tidekv.engine.model import SMOLLM2_PIP, find_smollm2_gguf, smollm2_dir
+from tidekv.geometry import KVGeometry
 
 COPY_BYTES = 1 << 30  # 1 GiB: far above any L2 (50 MB on H200), still 0.5 ms a copy there
 H2D_BYTES = 256 << 20
@@ -25,7 +27,7 @@ REPEATS = 5
 def collect() -> dict[str, Any]:
     """Everything that the report shows, as JSON-ready values. Sizes in bytes, speeds in GB/s (1e9), None where absent.
 
-    Keys: python, platform, cores, ram_bytes, omp_wait_policy, packages, cuda, model, verdicts.
+    Keys: python, platform, cores, ram_bytes, omp_wait_policy, packages, cuda, attention, model, verdicts.
     """
     report: dict[str, Any] = {
         "python": platform.python_version(),
@@ -37,6 +39,7 @@ def collect() -> dict[str, Any]:
             name: _version(name) for name in ("torch", "triton", "flashinfer-python", "transformers", "numpy")
         },
         "cuda": _cuda(),
+        "attention": _attention(),
         "model": _model(),
     }
     report["verdicts"] = verdicts(report)
@@ -58,10 +61,9 @@ def verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
         lines.append(("Triton kernels", False, "triton is missing, plain torch is used: pip install triton"))
     else:
         lines.append(("Triton kernels", has_gpu, "compiled" if has_gpu else "no GPU: plain torch is used"))
-    if packages["flashinfer-python"] is None:
-        lines.append(("FlashInfer attention", False, "not installed; on a GPU: pip install flashinfer-python"))
-    else:
-        lines.append(("FlashInfer attention", has_gpu, "available" if has_gpu else "installed, but there is no GPU"))
+    attention = report["attention"]
+    used = attention["name"] == "flashinfer"
+    lines.append(("FlashInfer attention", used, f"attention is {attention['name']}: {attention['why']}"))
     if not has_gpu:
         lines.append(("pinned host pool", False, "no GPU: the host pool is ordinary memory"))
     elif cuda["pinned_ok"]:
@@ -142,6 +144,13 @@ def _model() -> dict[str, Any]:
         "converted": smollm2_dir().is_dir(),
         "path": str(smollm2_dir()),
     }
+
+
+def _attention() -> dict[str, str]:
+    """Which kernels an engine would read the cache with, for the common model: bfloat16, head_dim 128."""
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    name, why = choose("auto", KVGeometry(2, 1, 16, 8, 128, torch.bfloat16), device)
+    return {"name": name, "why": why}
 
 
 def _cuda() -> dict[str, Any]:
