@@ -80,10 +80,12 @@ def runs(group: str, overcommits: list[float]) -> list[Run]:
         for phase, conservativeness in (("2k_in_512_out", 1.0), ("512_in_1k_out", 0.1)):
             engine = small | {"schedule_conservativeness": conservativeness}
             out.append(Run("stock, 60k", None, engine, (phase,)))
-            for overcommit in overcommits:
-                tide = {"TIDEKV_OVERCOMMIT": str(overcommit)}
-                no_overlap = engine | {"disable_overlap_schedule": True}
-                out.append(Run(f"tidekv, 60k, overcommit {overcommit}", tide, no_overlap, (phase,)))
+            for reads in ("exact", "window"):
+                for overcommit in overcommits:
+                    tide = {"TIDEKV_OVERCOMMIT": str(overcommit), "TIDEKV_LOW_READS": reads}
+                    tide["TIDEKV_WINDOW_TOKENS"] = "512"
+                    no_overlap = engine | {"disable_overlap_schedule": True}
+                    out.append(Run(f"tidekv, 60k, {overcommit} x, {reads}", tide, no_overlap, (phase,)))
     else:
         shape = {"json_model_override_args": json.dumps({"num_hidden_layers": 8}), "dtype": "float32"}
         ample, small = shape | {"max_total_tokens": 40_000}, shape | {"max_total_tokens": 6_400}

@@ -43,6 +43,7 @@ class Outcome:
     retractions: int
     halvings: int
     restores: int
+    window_pages: int
 
 
 def workload(num_requests: int = 12, max_tokens: int = 64) -> list[Ask]:
@@ -82,6 +83,7 @@ def outcome(name: str, server: Server, seconds: float, answers: list[Answer]) ->
         int(server.metric("sglang:num_retracted_requests_total")),
         int(server.metric("tidekv:halvings_total")),
         int(server.metric("tidekv:restores_total")),
+        int(server.metric("tidekv:window_pages_total")),
     )
 
 

@@ -40,6 +40,15 @@ def test_demo(model: Path, tmp_path: Path) -> None:
     assert "Retract requests" not in log
     assert re.search(r"tidekv narrow\. width high: \d+, low: \d+, #narrow-page: [1-9]", log)
 
+    window = TIDE | {"TIDEKV_LOW_READS": "window", "TIDEKV_WINDOW_TOKENS": "64"}
+    lossy = demo.run("window", asks, model, tmp_path, small, window)
+    assert lossy.retractions == 0
+    assert "low reads: window of 64 tokens (LOSSY)" in (tmp_path / "window.log").read_text()
+    for ask, got, want in zip(asks, lossy.answers, ample.answers, strict=True):
+        assert got.completion_tokens > 0
+        assert ask.priority == demo.LOW or got.text == want.text  # high is exact, always
+    assert lossy.window_pages > 0
+
 
 @pytest.mark.timeout(1200)
 def test_soak_leaves_everything_clean(model: Path, tmp_path: Path) -> None:

@@ -41,19 +41,21 @@ def plan_batch(allocator: TideAllocator, req_to_token: torch.Tensor, forward_bat
     if (slots == ids).all() and not (ledger.levels_of(slots)[slots > 0] > 0).any():
         return None
     locs = pages.locations(forward_batch.out_cache_loc)
-    unseen = _unseen(allocator, kv_lens, slots)
+    unseen = _unseen(allocator, kv_lens, slots) if forward_batch.forward_mode.is_decode() else None
     return build_batch(ledger, q_lens, kv_lens, torch.from_numpy(slots).to(allocator.core.device), locs, unseen)
 
 
 def _unseen(allocator: TideAllocator, kv_lens: IntArray, slots: IntArray) -> BoolArray | None:
-    """[B, N] what windows do not see. Requests that this step reads with loss are kept out of the prefix cache."""
+    """[B, N] what windows do not see in this decode step. A prefill reads everything: it hides the link, and what it
+    computes may be shared. What a decode step computes with loss is kept out of the prefix cache."""
     window, view = allocator.window, allocator.batch
     if window is None or view is None or len(view.high) != len(kv_lens):
         return None
     unseen = window.unseen(kv_lens, ~np.array(view.high, dtype=np.bool_), slots.shape[1])
     unseen &= (slots > 0) & (allocator.core.ledger.levels_of(slots) > 0)
     for index in np.flatnonzero(unseen.any(1)).tolist():
-        view.reqs[index].skip_radix_cache_insert = True
+        req = view.reqs[index]
+        req.tidekv_lossy = req.skip_radix_cache_insert = True
     return unseen
 
 

@@ -178,6 +178,9 @@ def register_attention_backends() -> None:
 def prepare_for_extend(original: Original, batch: Any) -> Any:
     """Say whose batch it is; afterwards prefixes that a high request shares count as high."""
     allocator = _announce(batch, batch.reqs)
+    for req in batch.reqs:
+        if getattr(req, "tidekv_lossy", False):  # retracted: what is computed again is exact, and may be shared
+            req.tidekv_lossy = req.skip_radix_cache_insert = False
     result = original(batch)
     view = allocator.batch
     if view is not None and any(view.high) and allocator.core.low_used:

@@ -1,7 +1,8 @@
 """Windows (LOSSY): which pages of a low request are old, so that they narrow first and are never streamed.
 
-A request that reads a window sees its first page and its last `tokens` tokens in every layer, and what lies between
-only in the layers that are resident. What was computed that way is never shared through the prefix cache.
+A decode step of a request that reads a window sees the first page and the last `tokens` tokens in every layer, and what
+lies between only in the layers that are resident. What was computed that way is never shared through the prefix cache.
+A prefill reads everything.
 """
 
 from __future__ import annotations
