@@ -46,11 +46,11 @@ class Outcome:
     window_pages: int
 
 
-def workload(num_requests: int = 12, max_tokens: int = 64) -> list[Ask]:
-    """Every third request is high. Prompts of 150 to 400 tokens, different from the first one on."""
+def workload(num_requests: int = 12, max_tokens: int = 80) -> list[Ask]:
+    """Every third request is high. Prompts of 120 to 280 tokens, different from the first one on."""
     asks = []
     for i in range(num_requests):
-        sentences = 6 + (5 * i) % 10
+        sentences = 5 + (5 * i) % 7
         text = "".join(SENTENCE.format(n=n + 1 + i, topic=TOPICS[i % len(TOPICS)]) for n in range(sentences))
         asks.append(Ask(f"Story number {i}. {text}The next chapter begins:", max_tokens, HIGH if i % 3 == 0 else LOW))
     return asks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from tidekv.errors import ConfigError
 from tidekv.sglang_plugin import refusals
-from tidekv.sglang_plugin.capacity import plan_capacity
+from tidekv.sglang_plugin.capacity import default_host_pages, machine_memory_bytes, plan_capacity
 from tidekv.sglang_plugin.config import Settings, is_switched_on, read_settings
 
 FINE = {
@@ -73,6 +74,16 @@ def test_capacity_is_bounded_by_widths_host_and_overcommit() -> None:
     assert plan_capacity(100, 30, 4, 40, 2.5, host_pages=0).virtual_pages == 100
     # A step that writes more slots than staging can hold leaves nothing to overcommit.
     assert plan_capacity(100, 30, 4, 15 * 100, 8.0).virtual_pages == 100
+
+
+def test_pinned_memory_is_a_share_of_the_container(tmp_path: Path) -> None:
+    whole = machine_memory_bytes(tmp_path)
+    assert whole > 2**28
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine_memory_bytes(tmp_path) == whole
+    (tmp_path / "memory.max").write_text(f"{2**27}\n")
+    assert machine_memory_bytes(tmp_path) == 2**27
+    assert default_host_pages(2**20, 4, 2**27) == 8
 
 
 def test_a_fine_configuration_is_served() -> None:

@@ -8,9 +8,29 @@ pool can always carry, or a prefill that was admitted would find no memory.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from tidekv.pressure.ladder import Budgets
+
+HOST_SHARE = 0.25  # of the machine's memory, for pinned host pages of all ranks together
+
+
+def machine_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that this machine or container may use: the same number for every rank on it, whatever is free now."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        file = cgroup / name
+        text = file.read_text().strip() if file.is_file() else ""
+        if text.isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def default_host_pages(page_bytes: int, num_ranks: int, memory_bytes: int) -> int:
+    """Host pages of one rank where host memory is pinned, that is real: a quarter of the machine for all ranks."""
+    return int(memory_bytes * HOST_SHARE) // num_ranks // page_bytes
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tidekv.sglang_plugin import refusals
 from tidekv.sglang_plugin.allocator import BatchView, TideAllocator, TideCore
 from tidekv.sglang_plugin.attention import TideAttention
 from tidekv.sglang_plugin.batch_plan import any_narrow
-from tidekv.sglang_plugin.capacity import Capacity, plan_capacity
+from tidekv.sglang_plugin.capacity import Capacity, default_host_pages, machine_memory_bytes, plan_capacity
 from tidekv.sglang_plugin.config import Settings
 from tidekv.sglang_plugin.metrics import Reporter
 from tidekv.sglang_plugin.pool import TideKVPool
@@ -85,6 +85,12 @@ def derive_pool_sizes(original: Original, configurator: Any, *, config: Any) -> 
     step_tokens = chunk if chunk > 0 else args.max_prefill_tokens
     step_tokens = min(step_tokens, sizes.max_total_num_tokens)
     host = tide.settings.host_tokens
+    host_pages = None if host is None else host // page_size
+    if host is None and str(configurator.device).startswith("cuda"):
+        model = configurator.model_config
+        head_bytes = 2 * model.get_num_kv_heads(args.tp_size) * model.head_dim * configurator.kv_cache_dtype.itemsize
+        page_bytes = page_size * layer_num * head_bytes
+        host_pages = default_host_pages(page_bytes, args.tp_size, machine_memory_bytes())
     num_widths = 1
     while layer_num >> num_widths >= MIN_SLOT_WIDTH:
         num_widths += 1
@@ -95,7 +101,7 @@ def derive_pool_sizes(original: Original, configurator: Any, *, config: Any) -> 
         # A request's tokens of one step touch a page more than they fill.
         -(-step_tokens // page_size) + 2 * sizes.max_running_requests,
         tide.settings.overcommit,
-        None if host is None else host // page_size,
+        host_pages,
     )
     tide.low_values_first = bool(args.schedule_low_priority_values_first)
     return _replace(sizes, max_total_num_tokens=tide.capacity.virtual_pages * page_size)
