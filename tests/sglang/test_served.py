@@ -69,20 +69,20 @@ def test_soak_leaves_everything_clean(model: Path, tmp_path: Path) -> None:
     assert "Scheduler hit an exception" not in log
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("tide", "extra", "message"),
+    ("tide", "extra", "messages"),
     [
-        (TIDE, ("--page-size", "1"), "set --page-size 16 or 64"),
-        (TIDE, ("--enable-mixed-chunk",), "drop --enable-mixed-chunk"),
-        (TIDE | {"TIDEKV_OVERCOMIT": "2"}, (), "TIDEKV_OVERCOMIT means nothing"),
+        (TIDE, ("--page-size", "1", "--enable-mixed-chunk"), ("set --page-size 16 or 64", "drop --enable-mixed-chunk")),
+        (TIDE | {"TIDEKV_OVERCOMIT": "2"}, (), ("TIDEKV_OVERCOMIT means nothing",)),
     ],
-    ids=["page size", "flag", "typo"],
+    ids=["flags", "typo"],
 )
 def test_a_server_that_cannot_be_served_does_not_start(
-    model: Path, tmp_path: Path, tide: dict[str, str], extra: tuple[str, ...], message: str
+    model: Path, tmp_path: Path, tide: dict[str, str], extra: tuple[str, ...], messages: tuple[str, ...]
 ) -> None:
     line = command(model, free_port(), 1024, demo.PAGE_SIZE, extra)
     done = subprocess.run(line, env=environment(tide), cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert message in done.stdout + done.stderr
+    for message in messages:
+        assert message in done.stdout + done.stderr
