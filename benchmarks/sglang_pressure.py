@@ -87,7 +87,9 @@ def runs(group: str, overcommits: list[float]) -> list[Run]:
                     no_overlap = engine | {"disable_overlap_schedule": True}
                     out.append(Run(f"tidekv, 60k, {overcommit} x, {reads}", tide, no_overlap, (phase,)))
     else:
+        # 8 layers hold 4 staging pairs a page: a small step keeps staging small beside a pool of 100 pages.
         shape = {"json_model_override_args": json.dumps({"num_hidden_layers": 8}), "dtype": "float32"}
+        shape |= {"max_running_requests": 32, "chunked_prefill_size": 1024}
         ample, small = shape | {"max_total_tokens": 40_000}, shape | {"max_total_tokens": 6_400}
         out.append(Run("stock, ample", None, ample | {"disable_overlap_schedule": True}, ("answers",)))
         for overlap in (False, True):
