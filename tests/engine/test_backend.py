@@ -7,6 +7,7 @@ do not reach the host or reach it in another layer's place.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,8 @@ from engine_cases import (
     tokens,
     watch_logits,
 )
-from tidekv.attention.page_tables import LayerTables
+from tidekv.attention.page_tables import PackedBatch
+from tidekv.attention.step_tables import LayerTables, StepTables
 from tidekv.engine.engine import Engine
 from tidekv.engine.request import Request
 from tidekv.engine.sampling import SamplingParams
@@ -49,9 +51,9 @@ def poison_before_each_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     poisoned: list[int] = []
     begin = engine.backend.begin
 
-    def poison_and_begin(batch: Any) -> None:
+    def poison_and_begin(batch: Any, captured: Any = None) -> None:
         poisoned.append(poison_staging(engine))
-        begin(batch)
+        begin(batch, captured)
 
     monkeypatch.setattr(engine.backend, "begin", poison_and_begin)
     return poisoned
@@ -61,9 +63,9 @@ def watch_schedules(engine: Engine) -> list[StreamSchedule]:
     seen: list[StreamSchedule] = []
     begin = engine.streamer.begin
 
-    def watched(schedule: StreamSchedule) -> None:
+    def watched(schedule: StreamSchedule, lists: Any = None) -> None:
         seen.append(schedule)
-        begin(schedule)
+        begin(schedule, lists)
 
     engine.streamer.begin = watched  # type: ignore[method-assign]
     return seen
@@ -110,13 +112,13 @@ def test_a_resident_page_seen_by_two_parts_would_show(monkeypatch: pytest.Monkey
     """The bug that was: a later part saw all pages of its slots, resident ones too, so those counted twice."""
     build = LayerTables.build
 
-    def all_of_its_slots(self: LayerTables, batch: Any, narrow: Any) -> tuple[torch.Tensor, ...]:
-        right = build(self, batch, narrow)
-        resident = right[0]
-        return (
-            right[0],
-            *(torch.where((narrow.dynamic[p] > 0) & (t == 0), resident, t) for p, t in enumerate(right) if p),
-        )
+    def all_of_its_slots(self: LayerTables, batch: PackedBatch) -> StepTables:
+        right = build(self, batch)
+        if batch.narrow is None:
+            return right
+        resident, dynamic = right.pages[0], batch.narrow.dynamic
+        later = (torch.where((dynamic[p] > 0) & (t == 0), resident, t) for p, t in enumerate(right.pages) if p)
+        return replace(right, pages=(resident, *later))
 
     monkeypatch.setattr(LayerTables, "build", all_of_its_slots)
     with pytest.raises(AssertionError, match="logits off"):

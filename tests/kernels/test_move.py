@@ -84,6 +84,25 @@ def test_copy_cells_matches_a_loop(backend, device, dtype, max_programs, page_si
         assert torch.equal(bits(d).view_as(e), e)
 
 
+@pytest.mark.parametrize(("begin", "end"), [(0, 5), (1, 4), (2, 2), (4, 5)])
+def test_copy_cells_between_bounds_on_the_device(backend, device, begin, end):
+    """What a captured launch copies is in the lists when it runs; entries outside the bounds are not touched."""
+    page_size, heads, dim = 4, 2, 16
+    src = [random_bits((9 * page_size, heads, dim), torch.float32, s, device) for s in (1, 2)]
+    dst = [random_bits((14 * page_size, heads, dim), torch.float32, s, device) for s in (3, 4)]
+    to, frm = [13, 0, 5, 6, 2], [8, 1, 1, 0, 3]
+    expected = [d.clone() for d in dst]
+    copy_cells(*expected, *src, int64(to[begin:end], device), int64(frm[begin:end], device), page_size, backend="torch")
+    bounds = int64([begin, end], device)
+    copy_cells(
+        *dst, *src, int64(to, device), int64(frm, device), page_size, bounds=bounds, max_programs=3, backend=backend
+    )
+    for d, e in zip(dst, expected, strict=True):
+        assert torch.equal(bits(d), bits(e))
+    with pytest.raises(ConfigError, match="give max_programs"):
+        copy_cells(*dst, *src, int64(to, device), int64(frm, device), page_size, bounds=bounds, backend=backend)
+
+
 def test_copy_cells_within_one_buffer(backend, device):
     k = torch.arange(10.0, device=device).view(10, 1, 1)
     v = k + 100

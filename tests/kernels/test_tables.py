@@ -74,8 +74,11 @@ def test_token_rows_match_a_loop(backend, device):
     level = [rng.randrange(3) for _ in range(700)]
     tensors = torch.tensor(locs, device=device), torch.tensor(staged, device=device)
     levels = torch.tensor(level, dtype=torch.int8, device=device)
+    every = token_rows(*tensors, levels, None, *maps(device), stride, backend=backend)
+    assert every.shape == (8, 700)
     for layer in range(8):
         got = token_rows(*tensors, levels, layer, *maps(device), stride, backend=backend).tolist()
+        assert every[layer].tolist() == got
         for t in range(700):
             j = RESIDENT_8[level[t]][layer]
             assert got[t] == (locs[t] + j * stride if j >= 0 else staged[t] + layer % 2 * stride)

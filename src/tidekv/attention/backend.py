@@ -4,21 +4,23 @@ parts."""
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 
 from tidekv.attention.flashinfer_attention import CapturedDecode, FlashInferAttention, why_not
-from tidekv.attention.page_tables import HostWrites, LayerTables, NarrowTables, PackedBatch
+from tidekv.attention.page_tables import HostWrites, NarrowTables, PackedBatch
 from tidekv.attention.sdpa import DecodeGroup, decode_groups, paged_attention_sdpa
-from tidekv.errors import ConfigError
+from tidekv.attention.step_tables import LayerTables, StepTables
+from tidekv.errors import ConfigError, InvariantError
 from tidekv.geometry import KVGeometry
 from tidekv.kernels import attention as kernels
 from tidekv.kernels import move
 from tidekv.memory.device_pool import DeviceKVPool
 from tidekv.memory.host_pool import HostKVPool
 from tidekv.memory.ledger import Ledger
-from tidekv.streaming.streamer import Streamer
+from tidekv.streaming.streamer import CopyLists, Streamer
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ def choose(kind: str, geometry: KVGeometry, device: torch.device) -> tuple[str, 
     if device.type == "cpu" and kind != "auto":
         raise ConfigError(f"attention_backend {kind!r} needs a CUDA device, the pool is on {device}; use 'auto'")
     if device.type != "cuda":
-        return "sdpa", f"the pool is on {device}"
+        return "sdpa", f"the pool is on {device}, where plain torch reads it"
     if kind == "triton":
         return "triton", "asked for"
     missing = why_not(geometry, device, compile_missing=kind == "flashinfer")
@@ -46,6 +48,15 @@ def choose(kind: str, geometry: KVGeometry, device: torch.device) -> tuple[str, 
     if kind == "flashinfer":
         raise ConfigError(f"attention_backend 'flashinfer' cannot be: {missing}; use 'auto' or 'triton'")
     return "triton", f"not FlashInfer: {missing}"
+
+
+@dataclass(frozen=True)
+class CapturedBuffers:
+    """What a captured step reads at fixed addresses; its owner refills them before each replay."""
+
+    plan: CapturedDecode | None
+    tables: StepTables
+    lists: CopyLists | None
 
 
 class AttentionBackend:
@@ -66,6 +77,7 @@ class AttentionBackend:
         self.device_pool = device_pool
         self.host_pool = host_pool
         self.streamer = streamer
+        self._max_pairs = max(1, ledger.dynamic_max_pages) * len(ledger.pair_offsets)  # dynamic slots, at most
         self.tables = LayerTables(ledger, device_pool.device)
         self.page_size = device_pool.geometry.page_size
         self.name, self.reason = choose(kind, device_pool.geometry, device_pool.device)
@@ -75,26 +87,37 @@ class AttentionBackend:
         if self.name == "flashinfer":
             self._flashinfer = FlashInferAttention(device_pool.geometry, device_pool.device)
         self.host_bytes_out = 0
+        self._copy_lists: CopyLists | None = None
         self._batch: PackedBatch | None = None
-        self._tables: tuple[torch.Tensor, ...] = ()  # of this step: one [L, B, N] for each part
+        self._tables = StepTables((), None, None)  # of this step
         self._groups: list[DecodeGroup] = []
 
     def captured_decode(self, num_requests: int, num_columns: int) -> CapturedDecode | None:
-        """What a full-width decode step that is captured in a CUDA graph hands to `begin`, and plans again before each
-        replay; None if these kernels need no plan."""
+        """The plan of a decode step that is captured in a CUDA graph, to be made again before each replay; None if
+        these kernels need no plan."""
         return self._flashinfer.captured_decode(num_requests, num_columns) if self._flashinfer else None
 
-    def begin(self, batch: PackedBatch, captured: CapturedDecode | None = None) -> None:
-        """Start a step; the first copies of narrowed layers set off. `captured`: from `captured_decode`, for a step
-        that is captured."""
+    @property
+    def copy_lists(self) -> CopyLists:
+        """The lists that all captured steps read, one step at a time; room for all staging, in every layer."""
+        if self._copy_lists is None:
+            layer_num = self.device_pool.geometry.layer_num
+            self._copy_lists = CopyLists(self._max_pairs * layer_num, layer_num, self.device_pool.device)
+        return self._copy_lists
+
+    def begin(self, batch: PackedBatch, captured: CapturedBuffers | None = None) -> None:
+        """Start a step; the first copies of narrowed layers set off. `captured`: the step is captured in a CUDA graph,
+        which reads these in place of what would be made here."""
         self._batch = batch
         if self._flashinfer is not None:
-            self._flashinfer.begin(batch, captured)
+            self._flashinfer.begin(batch, captured.plan if captured is not None else None)
         if self.name == "sdpa":
             self._groups = decode_groups(batch.q_lens, batch.kv_lens, batch.slots.shape[1], self.page_size)
+        if captured is None and batch.host_writes is not None:
+            self.count_host_writes(batch.host_writes)
+        self._tables = self.tables.build(batch) if captured is None else captured.tables
         if batch.narrow is not None:
-            self.streamer.begin(batch.narrow.schedule)
-            self._tables = self.tables.build(batch, batch.narrow)
+            self.streamer.begin(batch.narrow.schedule, captured.lists if captured is not None else None)
 
     def end(self) -> None:
         """The forward is issued; staging may be reused by what comes after it on this stream."""
@@ -102,7 +125,7 @@ class AttentionBackend:
             self.streamer.end()
         if self._flashinfer is not None:
             self._flashinfer.end()
-        self._batch, self._tables = None, ()
+        self._batch, self._tables = None, StepTables((), None, None)
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] of the new tokens -> [T, Hq, D]; K and V are written where they belong."""
@@ -110,7 +133,9 @@ class AttentionBackend:
         if batch is None:
             raise RuntimeError("forward before begin")
         if batch.host_writes is not None:
-            self._write_to_host(batch.host_writes, layer, k, v)
+            if self._tables.host_rows is None:
+                raise InvariantError("a step that writes to the host without rows there")
+            self._write_to_host(self._tables.host_rows[layer], batch.host_writes.tokens, k, v)
         if batch.narrow is None:  # an ordinary per-layer buffer and the ordinary table, the same for every layer
             keys, values = self.device_pool.get_key_buffer(layer), self.device_pool.get_value_buffer(layer)
             move.copy_rows(keys, values, k, v, batch.locs)
@@ -131,34 +156,30 @@ class AttentionBackend:
         if 0 in items:
             self.streamer.acquire(items[0])  # before the new tokens are written into the same cells
         keys, values = self.device_pool.k_flat, self.device_pool.v_flat
-        move.copy_rows(keys, values, k, v, self.tables.token_rows(batch, narrow, layer))
+        token_rows = self._tables.token_rows
+        if token_rows is None:
+            raise InvariantError("a narrowed step without token rows")
+        move.copy_rows(keys, values, k, v, token_rows[layer])
         one_part = len(items.keys() | {0}) == 1 and not narrow.leaves_out
-        out, lse = self._attend(batch, q, keys, values, self._tables[0][layer], scaling, whole=one_part)
+        out, lse = self._attend(batch, q, keys, values, self._tables.pages[0][layer], scaling, whole=one_part)
         if 0 in items:
             self.streamer.release(items[0])
         for part, item in items.items():
             if part == 0:
                 continue
             self.streamer.acquire(item)
-            more = self._attend(batch, q, keys, values, self._tables[part][layer], scaling, whole=False)
+            more = self._attend(batch, q, keys, values, self._tables.pages[part][layer], scaling, whole=False)
             self.streamer.release(item)
             out, lse = kernels.merge_states(out, lse, *more)
         return out
 
-    def _write_to_host(self, writes: HostWrites, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _write_to_host(self, rows: torch.Tensor, tokens: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """From the computed K and V, not from the pool: a row of staging may be gone by the time the copy runs."""
-        rows_per_layer = self.host_pool.num_pages * self.page_size
-        if self.device_pool.device.type == "cuda":
-            rows = torch.where(writes.layers[layer], writes.base_rows + layer * rows_per_layer, -1)
-            move.copy_rows(self.host_pool.k_flat, self.host_pool.v_flat, k, v, rows, writes.tokens)
-            self.host_bytes_out += len(rows) * self.device_pool.geometry.token_bytes_per_layer
-            return
-        mine = writes.layers[layer]
-        if mine.any():
-            rows, tokens = writes.base_rows[mine] + layer * rows_per_layer, writes.tokens[mine]
-            self.host_pool.k_flat[rows] = k[tokens]
-            self.host_pool.v_flat[rows] = v[tokens]
-            self.host_bytes_out += len(rows) * self.device_pool.geometry.token_bytes_per_layer
+        move.copy_rows(self.host_pool.k_flat, self.host_pool.v_flat, k, v, rows, tokens)
+
+    def count_host_writes(self, writes: HostWrites) -> None:
+        """Book the new tokens of a step that go to the host; of a captured one at each replay."""
+        self.host_bytes_out += writes.num_written * self.device_pool.geometry.token_bytes_per_layer
 
     def _attend(
         self,

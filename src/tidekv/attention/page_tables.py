@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from tidekv.errors import InvariantError
-from tidekv.kernels import tables as kernels
 from tidekv.memory.ledger import DYNAMIC, BoolArray, IntArray, Ledger
 from tidekv.memory.upload import upload
 from tidekv.streaming.schedule import StreamSchedule, build_schedule
@@ -43,12 +42,13 @@ class HostWrites:
     slots.
 
     tokens [h] int64: indices into the batch; base_rows [h] int64: host row of the token in layer 0;
-    layers [L][h] bool: which of them are written in each layer.
+    layers [L, h] bool: which of them are written in each layer; num_written: how many in all layers together.
     """
 
     tokens: torch.Tensor
     base_rows: torch.Tensor
     layers: torch.Tensor
+    num_written: int
 
 
 @dataclass(frozen=True)
@@ -174,48 +174,5 @@ def _host_writes(ledger: Ledger, host_locs: IntArray, token_slots: IntArray, dev
         torch.from_numpy(tokens).to(device, non_blocking=True),
         torch.from_numpy(base).to(device, non_blocking=True),
         torch.from_numpy(np.ascontiguousarray(layers.T)).to(device, non_blocking=True),
+        int(np.count_nonzero(layers)),
     )
-
-
-class LayerTables:
-    """Flat-page tables and token rows of one batch, for every layer: one launch a part, none at full width."""
-
-    def __init__(self, ledger: Ledger, device: torch.device) -> None:
-        self.page_stride = ledger.page_stride
-        self.row_stride = ledger.geometry.pool_stride
-        self.resident_pos = torch.from_numpy(ledger.resident_pos).to(device)
-        self.layers = torch.arange(ledger.geometry.layer_num, device=device)
-
-    def build(self, batch: PackedBatch, narrow: NarrowTables) -> tuple[torch.Tensor, ...]:
-        """One [L, B, N] int64 for each part: the flat page of each logical page, 0 where the part does not see it.
-
-        Part 0 sees all resident pages and its own staged ones; a later part sees its own staged ones only.
-        """
-        parts = []
-        for part in range(len(narrow.dynamic)):
-            table = kernels.layer_tables(
-                batch.slots,
-                narrow.dynamic[part],
-                narrow.level,
-                self.resident_pos,
-                narrow.position[part],
-                self.layers,
-                self.page_stride,
-            )
-            if part > 0:
-                away = self.resident_pos[narrow.level.long()].movedim(-1, 0) < 0  # [L, B, N]
-                table = torch.where(away & (narrow.dynamic[part] > 0), table, 0)
-            parts.append(table.contiguous())
-        return tuple(parts)
-
-    def token_rows(self, batch: PackedBatch, narrow: NarrowTables, layer: int) -> torch.Tensor:
-        """Flat row of each new token in this layer: in its slot, or in its staging cell. [T] int64."""
-        return kernels.token_rows(
-            batch.locs,
-            narrow.token_dynamic,
-            narrow.token_level,
-            layer,
-            self.resident_pos,
-            narrow.position[0],
-            self.row_stride,
-        )

@@ -12,12 +12,12 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
 from tidekv.allocator import DynamicPagedTokenToKVPoolAllocator
-from tidekv.attention.backend import AttentionBackend
+from tidekv.attention.backend import AttentionBackend, AttentionKind
 from tidekv.engine.memory import RequestMemory
 from tidekv.engine.model import LoadedModel, load_model
 from tidekv.engine.narrow_scheduler import NarrowScheduler
@@ -68,6 +68,8 @@ class EngineConfig:
     num_pages        pages of the device pool; or kv_memory: bytes for it (int, or "2GiB")
     host_memory      bytes for layers that leave the device; default: 4 times the device pool
     pressure         "narrow", "retract", "swap", "reserve": what happens when pages run out
+    attention_backend  "auto": FlashInfer where it is installed and compiled for the model, else our Triton kernel;
+                     "flashinfer" has it compiled, or raises with what is missing; "triton". On the CPU only "auto"
     prefill_chunk    prompt tokens a step at most
     overlap          plan a decode step while the GPU still computes the one before; None: on CUDA
     write_through    low-priority KV goes to the host as it is produced
@@ -87,6 +89,7 @@ class EngineConfig:
     page_size: int = 16
     host_memory: int | str | None = None
     pressure: Pressure = "narrow"
+    attention_backend: AttentionKind = "auto"
     prefill_chunk: int = 512
     overlap: bool | None = None
     max_running: int = 64
@@ -106,6 +109,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.pressure not in PRESSURES:
             raise ConfigError(f"pressure must be one of {', '.join(PRESSURES)}, got {self.pressure!r}")
+        if self.attention_backend not in get_args(AttentionKind):
+            valid = ", ".join(get_args(AttentionKind))
+            raise ConfigError(f"attention_backend must be one of {valid}, got {self.attention_backend!r}")
         if (self.num_pages is None) == (self.kv_memory is None):
             raise ConfigError("give exactly one of num_pages (pages) and kv_memory (bytes)")
         for name in ("page_size", "prefill_chunk", "max_running", "window_tokens"):
@@ -200,7 +206,9 @@ class Engine:
         self.memory = keeper(self.allocator, req_to_token_pool, self.prefix_cache)
         self.scheduler = self._scheduler()
         self.streamer = Streamer(self.device_pool, self.host_pool)
-        self.backend = AttentionBackend(self.allocator.ledger, self.device_pool, self.host_pool, self.streamer)
+        self.backend = AttentionBackend(
+            self.allocator.ledger, self.device_pool, self.host_pool, self.streamer, config.attention_backend
+        )
         self.runner: Executor = (
             executor(self) if executor else Runner(self.model, self.memory, self.backend, config.read_modes)
         )

@@ -146,6 +146,26 @@ def copy_cells_kernel(
         tl.store(dst_v + dst, v_words, mask=inside)
 
 
+@triton.jit
+def copy_listed_cells_kernel(
+    dst_k, dst_v, src_k, src_v, dst_pages, src_pages, bounds, page_words, num_chunks, BLOCK: tl.constexpr
+):
+    """`copy_cells_kernel` for entries [bounds[0], bounds[1]) of the lists: a captured launch copies as many pages as
+    the lists hold when it is replayed."""
+    begin = tl.load(bounds) * num_chunks + tl.program_id(0)
+    end = tl.load(bounds + 1) * num_chunks
+    for item in range(begin, end, tl.num_programs(0)):
+        which = item // num_chunks
+        offs = (item % num_chunks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = offs < page_words
+        src = tl.load(src_pages + which) * page_words + offs
+        dst = tl.load(dst_pages + which) * page_words + offs
+        k_words = tl.load(src_k + src, mask=inside)
+        v_words = tl.load(src_v + src, mask=inside)
+        tl.store(dst_k + dst, k_words, mask=inside)
+        tl.store(dst_v + dst, v_words, mask=inside)
+
+
 def copy_cells_ref(
     dst_k: Tensor, dst_v: Tensor, src_k: Tensor, src_v: Tensor, dst_pages: Tensor, src_pages: Tensor, page_size: int
 ) -> None:
@@ -164,6 +184,7 @@ def copy_cells(
     src_pages: Tensor,
     page_size: int,
     *,
+    bounds: Tensor | None = None,
     max_programs: int | None = None,
     backend: Backend = "auto",
 ) -> None:
@@ -174,6 +195,8 @@ def copy_cells(
             the host. Where source and destination are one buffer, the two sets of pages must be disjoint.
         dst_pages, src_pages: [m] int64 flat pages, on the device if any buffer is there; dst_pages distinct.
         page_size: tokens a page.
+        bounds: [2] int64 on the device: entries [bounds[0], bounds[1]) of the lists are copied, read when the copy
+            runs, so that a captured launch follows what the lists hold at each replay; needs `max_programs`. None: all.
         max_programs: at most this many thread blocks, so that a transfer over PCIe leaves the other SMs to compute.
             None: as many as there is work.
     Raises:
@@ -197,10 +220,17 @@ def copy_cells(
     )
     if max_programs is not None:
         check_positive("max_programs", max_programs)
+    if bounds is not None:
+        check_tensor("bounds", bounds, 1, (torch.int64,))
+        require(bounds.numel() == 2, lambda: f"bounds must have 2 entries, got {bounds.numel()}")
+        require(max_programs is not None, "with bounds the host does not know the work: give max_programs")
     flats = {"dst_k": dst_k, "dst_v": dst_v, "src_k": src_k, "src_v": src_v}
     if not use_triton(
         copy_cells_kernel, backend, {**flats, "dst_pages": dst_pages, "src_pages": src_pages}, may_be_host=flats
     ):
+        if bounds is not None:
+            begin, end = bounds.tolist()
+            dst_pages, src_pages = dst_pages[begin:end], src_pages[begin:end]
         copy_cells_ref(dst_k, dst_v, src_k, src_v, dst_pages, src_pages, page_size)
         return
     if dst_pages.numel() == 0:
@@ -209,6 +239,11 @@ def copy_cells(
     num_chunks = cdiv(page_words, _BLOCK_WORDS)
     num_items = dst_pages.numel() * num_chunks
     with on_device(dst_pages):
+        if bounds is not None:
+            copy_listed_cells_kernel[(max_programs,)](
+                *words, dst_pages, src_pages, bounds, page_words, num_chunks, BLOCK=_BLOCK_WORDS
+            )
+            return
         copy_cells_kernel[(min(num_items, max_programs or num_items),)](
             *words, dst_pages, src_pages, num_items, page_words, num_chunks, BLOCK=_BLOCK_WORDS
         )

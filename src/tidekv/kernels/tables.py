@@ -155,9 +155,9 @@ def layer_tables(
     return out
 
 
-# layer changes from call to call: specialising on its value 1, or on divisibility by 16, would compile the kernel
-# three times for nothing.
-@triton.jit(do_not_specialize=["layer"])
+# first_layer changes from call to call: specialising on its value 1, or on divisibility by 16, would compile the
+# kernel three times for nothing.
+@triton.jit(do_not_specialize=["first_layer"])
 def token_rows_kernel(
     locs,
     dynamic_locs,
@@ -166,12 +166,13 @@ def token_rows_kernel(
     position,
     out,
     num_tokens,
-    layer,
+    first_layer,
     num_layers,
     row_stride,
     BLOCK: tl.constexpr,
 ):
-    """One program a block of tokens."""
+    """Program (i, n) writes BLOCK tokens of layer first_layer + n."""
+    layer = first_layer + tl.program_id(1)
     t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = t < num_tokens
     loc = tl.load(locs + t, mask=inside, other=0)
@@ -179,19 +180,27 @@ def token_rows_kernel(
     lv = tl.load(level + t, mask=inside, other=0).to(tl.int64)
     j = tl.load(resident_pos + lv * num_layers + layer, mask=inside, other=0).to(tl.int64)
     cell = tl.load(position + layer).to(tl.int64)
-    tl.store(out + t, tl.where(j >= 0, loc + j * row_stride, staged + cell * row_stride), mask=inside)
+    tl.store(
+        out + tl.program_id(1).to(tl.int64) * num_tokens + t,
+        tl.where(j >= 0, loc + j * row_stride, staged + cell * row_stride),
+        mask=inside,
+    )
 
 
 def token_rows_ref(
     locs: Tensor,
     dynamic_locs: Tensor | None,
     level: Tensor | None,
-    layer: int,
+    layer: int | None,
     resident_pos: Tensor,
     position: Tensor,
     row_stride: int,
 ) -> Tensor:
     """Torch twin of `token_rows_kernel`; see `token_rows`."""
+    if layer is None:
+        every = range(position.numel())
+        rows = [token_rows_ref(locs, dynamic_locs, level, n, resident_pos, position, row_stride) for n in every]
+        return torch.stack(rows)
     if dynamic_locs is None or level is None:
         return locs + layer * row_stride
     j = resident_pos[:, layer].to(torch.int64)[level.to(torch.int64)]
@@ -202,38 +211,41 @@ def token_rows(
     locs: Tensor,
     dynamic_locs: Tensor | None,
     level: Tensor | None,
-    layer: int,
+    layer: int | None,
     resident_pos: Tensor,
     position: Tensor,
     row_stride: int,
     *,
     backend: Backend = "auto",
 ) -> Tensor:
-    """The flat row where each token's K and V of `layer` are written.
+    """The flat row where each token's K and V of `layer` are written; of every layer, in one launch, if it is None.
 
     Args:
         locs: [T] int64, encoded.
         dynamic_locs: [T] int64, encoded location in a dynamic slot, 0 (the sink) for tokens of full-width slots; None
             when all are full width.
         level: [T] uint8 or int8, index of the slot's width in the ladder; None when all are full width.
-        layer: 0 <= layer < L.
+        layer: 0 <= layer < L, or None.
         resident_pos: [num_levels, L] int32; position: [L] int32; as in `layer_tables`.
         row_stride: (P + 1) * page_size, rows from one cell to the next.
     Returns:
-        [T] int64 flat rows.
+        [T] int64 flat rows; [L, T] for every layer.
     Raises:
         ConfigError: a dtype, shape, stride or device that cannot work.
     """
     check_positive("row_stride", row_stride)
     check_tensor("locs", locs, 1, (torch.int64,))
     _check_layer_maps(resident_pos, position)
-    require(0 <= layer < position.numel(), lambda: f"layer must be in [0, {position.numel()}), got {layer}")
+    require(
+        layer is None or 0 <= layer < position.numel(), lambda: f"layer must be in [0, {position.numel()}), got {layer}"
+    )
     require(
         (dynamic_locs is None) == (level is None),
         "dynamic_locs and level must be given together, or neither for a full-width batch",
     )
     if dynamic_locs is None:
-        return locs + layer * row_stride  # full width: an ordinary paged cache, no kernel of ours
+        # full width: an ordinary paged cache, no kernel of ours
+        return token_rows_ref(locs, None, None, layer, resident_pos, position, row_stride)
     check_tensor("dynamic_locs", dynamic_locs, 1, (torch.int64,))
     check_tensor("level", level, 1, _LEVEL_DTYPES)
     for name, tensor in (("locs", locs), ("dynamic_locs", dynamic_locs), ("level", level)):
@@ -249,10 +261,11 @@ def token_rows(
     }
     if not use_triton(token_rows_kernel, backend, operands):
         return token_rows_ref(locs, dynamic_locs, level, layer, resident_pos, position, row_stride)
-    out = torch.empty_like(locs)
+    num_layers = position.numel() if layer is None else 1
+    out = locs.new_empty((num_layers, locs.numel()))
     if locs.numel():
         with on_device(locs):
-            token_rows_kernel[(cdiv(locs.numel(), _BLOCK),)](
+            token_rows_kernel[(cdiv(locs.numel(), _BLOCK), num_layers)](
                 locs,
                 dynamic_locs,
                 level,
@@ -260,12 +273,12 @@ def token_rows(
                 position,
                 out,
                 locs.numel(),
-                layer,
+                layer or 0,
                 position.numel(),
                 row_stride,
                 BLOCK=_BLOCK,
             )
-    return out
+    return out if layer is None else out[0]
 
 
 def _check_layer_maps(resident_pos: Tensor, position: Tensor) -> None:

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from tidekv.errors import InvariantError
 from tidekv.kernels import move as kernels
 from tidekv.memory.device_pool import DeviceKVPool
 from tidekv.memory.host_pool import HostKVPool
+from tidekv.memory.upload import upload
 from tidekv.streaming.schedule import Item, StreamSchedule
 
 # torch does not type these constructors; the annotations keep the rest of the module checked.
@@ -29,6 +31,24 @@ _new_event: Callable[..., Any] = torch.cuda.Event
 # ms of host time an item where this costs 0.05, and a step has an item a layer.
 COPY_PROGRAMS = 16
 AHEAD = 2  # items in flight: one being read, one being filled. More would need more than two cells a slot.
+
+
+class CopyLists:
+    """The copies of captured steps, at addresses that do not change; refilled before each replay.
+
+    src, dst [capacity] int64: flat pages, one run of entries an item; bounds [items + 1] int64: where the runs begin.
+    """
+
+    def __init__(self, capacity: int, max_items: int, device: torch.device) -> None:
+        self.src, self.dst = (torch.zeros(capacity, dtype=torch.int64, device=device) for _ in range(2))
+        self.bounds = torch.zeros(max_items + 1, dtype=torch.int64, device=device)
+
+    def fill(self, schedule: StreamSchedule) -> None:
+        """On the current stream, behind what has read them."""
+        bounds = np.array([*(item.begin for item in schedule.items), len(schedule.src)], dtype=np.int64)
+        parts = upload(self.src.device, (schedule.src, schedule.dst, bounds))
+        for target, part in zip((self.src, self.dst, self.bounds), parts, strict=True):
+            target[: len(part)].copy_(part)
 
 
 class Streamer:
@@ -50,21 +70,37 @@ class Streamer:
         on_cuda = device_pool.device.type == "cuda"
         self._stream: torch.cuda.Stream | None = _new_stream(device_pool.device) if on_cuda else None
         self._schedule: StreamSchedule | None = None
+        self._lists: CopyLists | None = None
         self._copied: dict[int, torch.cuda.Event] = {}
 
-    def begin(self, schedule: StreamSchedule) -> None:
-        """Start a step: upload its lists once and set the first copies going."""
-        self._schedule = schedule
+    def begin(self, schedule: StreamSchedule, lists: CopyLists | None = None) -> None:
+        """Start a step: upload its lists once and set the first copies going.
+
+        lists: the step is captured in a CUDA graph. Its copies read their pages there, and how many; `schedule` says
+        only which layers have one.
+        """
+        self._schedule, self._lists = schedule, lists
         device = self.device_pool.device
-        if self._stream is None:
+        if lists is not None:
+            self._src, self._dst = lists.src, lists.dst
+        elif self._stream is None:
             self._src, self._dst = torch.from_numpy(schedule.src), torch.from_numpy(schedule.dst)
+        else:
+            self._src = torch.from_numpy(schedule.src).pin_memory().to(device, non_blocking=True)
+            self._dst = torch.from_numpy(schedule.dst).pin_memory().to(device, non_blocking=True)
+        if lists is None:
+            self.count(schedule)
+        if self._stream is None:
             return
-        self._src = torch.from_numpy(schedule.src).pin_memory().to(device, non_blocking=True)
-        self._dst = torch.from_numpy(schedule.dst).pin_memory().to(device, non_blocking=True)
         self._copied = {}
         self._stream.wait_stream(torch.cuda.current_stream(device))
         for item in schedule.items[:AHEAD]:
             self._issue(item)
+
+    def count(self, schedule: StreamSchedule) -> None:
+        """Book the copies of a step; of a captured one at each replay."""
+        self.copies += len(schedule.items)
+        self.bytes_in += len(schedule.src) * self.device_pool.geometry.cell_bytes
 
     def acquire(self, item: Item) -> None:
         """From here on the current stream may read the item's staging cells."""
@@ -88,7 +124,7 @@ class Streamer:
         """The step is over; later work on the current stream may reuse staging and host pages."""
         if self._stream is not None:
             torch.cuda.current_stream(self.device_pool.device).wait_stream(self._stream)
-        self._schedule = None
+        self._schedule = self._lists = None
 
     def _issue(self, item: Item) -> None:
         assert self._stream is not None
@@ -101,15 +137,15 @@ class Streamer:
     def _copy(self, item: Item) -> None:
         if self.before_copy is not None:
             self.before_copy(item)
+        mine = slice(item.begin, item.end) if self._lists is None else slice(None)
         kernels.copy_cells(
             self.device_pool.k_flat,
             self.device_pool.v_flat,
             self.host_pool.k_flat,
             self.host_pool.v_flat,
-            self._dst[item.begin : item.end],
-            self._src[item.begin : item.end],
+            self._dst[mine],
+            self._src[mine],
             self.device_pool.geometry.page_size,
+            bounds=None if self._lists is None else self._lists.bounds[item.index : item.index + 2],
             max_programs=self.max_programs,
         )
-        self.copies += 1
-        self.bytes_in += (item.end - item.begin) * self.device_pool.geometry.cell_bytes
