@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from benchmarks.report import Report, arguments
-from benchmarks.timing import copy_gbps, device, on_gpu, synchronize
+from benchmarks.timing import copy_gbps, device, link_gbps, on_gpu, synchronize
 from tidekv import Engine, EngineConfig
 from tidekv.engine.model import load_model
 from tidekv.engine.request import RequestState
 from tidekv.engine.sampling import SamplingParams
+from tidekv.memory.ledger import LOW
 
 
 def prompts(rng: random.Random, count: int, length: int, vocab: int) -> list[list[int]]:
@@ -348,6 +349,47 @@ def kernels(report: Report, engine: Engine, sizes: SimpleNamespace, batch: int) 
         )
 
 
+def narrowed(report: Report, engine: Engine, sizes: SimpleNamespace, batch: int, lows: int) -> None:
+    """A decode step of `batch` requests of which `lows` are narrowed to half their layers: replayed and launch by
+    launch, beside the time that their missing layers take on the link."""
+    vocab, rng = int(engine.model.config.vocab_size), random.Random(2000 + batch + lows)
+    runner, scheduler = engine.runner, engine.scheduler
+    graphs, end_step = getattr(runner, "graphs", None), scheduler.end_step
+    # Three ways, and what the prompts' last chunks leave.
+    sampling = SamplingParams(max_new_tokens=min(sizes.tokens_out, 3 * (sizes.profile_steps + 12)), ignore_eos=True)
+    engine.memory.drop_cache()
+    given = prompts(rng, batch, sizes.tokens_in, vocab)
+    names = [engine.add_request(p, sampling, i >= lows) for i, p in enumerate(given)]
+    scheduler.end_step = lambda: None  # or the widths would come back at once: memory is ample
+    row: dict[str, Any] = {"batch": batch, "narrowed": lows}
+    try:
+        while any(engine.requests[name].state is not RequestState.DECODE for name in names):
+            engine.step()
+        for how in ("full width", "narrow, replayed", "narrow, launch by launch"):
+            if how == "narrow, replayed" and not engine.allocator._halve_and_repack(LOW, 0):
+                raise RuntimeError(str(engine.allocator.refusals))
+            runner.graphs = None if how == "narrow, launch by launch" else graphs
+            for _ in range(4):
+                engine.step()
+            synchronize()
+            before, begin = engine.stats()["streamed_bytes"], time.perf_counter()
+            for _ in range(sizes.profile_steps):
+                engine.step()
+            synchronize()
+            row[f"{how}, ms"] = round((time.perf_counter() - begin) * 1e3 / sizes.profile_steps, 3)
+            streamed = (engine.stats()["streamed_bytes"] - before) / sizes.profile_steps
+        row["streamed_mb_a_step"] = round(streamed / 1e6, 1)
+        if report.data["ceilings"].get("pinned_h2d_gbps"):
+            row["link_ms"] = round(streamed / report.data["ceilings"]["pinned_h2d_gbps"] / 1e6, 3)
+        report.row("narrowed decode step", **row)
+    finally:
+        runner.graphs, scheduler.end_step = graphs, end_step
+        for name in names:
+            engine.abort(name)
+        while engine.allocator.restore_widths(1000, start_free=0.0, stop_free=0.0):
+            pass
+
+
 def main() -> int:
     parser, make = arguments("engine", 240, __doc__)
     parser.add_argument("--batches", type=int, nargs="+", help="default: 1 32 128")
@@ -357,7 +399,7 @@ def main() -> int:
         model="random:llama-3.1-8b",
         dtype=torch.bfloat16,
         kv_memory="32GiB",
-        host_memory="256MiB",
+        host_memory="6GiB",
         page_size=64,
         prefill_chunk=8192,
         batches=args.batches or [1, 32, 128],
@@ -378,7 +420,7 @@ def main() -> int:
             prefill_chunk=128,
             batches=[1, 3],
             tokens_in=48,
-            tokens_out=12,
+            tokens_out=44,
             repeats=1,
             profile_steps=2,
             copy_bytes=1 << 20,
@@ -405,6 +447,8 @@ def main() -> int:
         )
 
     report.phase("device copy", lambda: report.ceiling("device_copy_gbps", copy_gbps(sizes.copy_bytes)) and None)
+    if on_gpu():
+        report.phase("link", lambda: report.ceiling("pinned_h2d_gbps", link_gbps(sizes.copy_bytes // 4)) and None)
     if args.sglang:  # first: it sizes itself by what is free
         report.phase("start SGLang", lambda: peers.append(SGLang(args.sglang)))
     if not report.phase("start", start):
@@ -419,6 +463,9 @@ def main() -> int:
         phases.append((f"host parts, batch {batch}", host_parts, (batch, True)))
         phases.append((f"kernels, batch {batch}", kernels, (batch,)))
     phases += [(f"host parts without graphs, batch {batch}", host_parts, (batch, False)) for batch in sizes.batches]
+    for batch in sizes.batches[1:]:
+        for lows in (max(1, batch // 8), batch // 2):
+            phases.append((f"narrowed, {lows} of {batch}", narrowed, (batch, lows)))
     for name, body, extra in phases:
         report.phase(name, body, report, engine, sizes, *extra)
     for peer in peers:

@@ -22,7 +22,7 @@ import torch  # noqa: E402
 
 from benchmarks.report import markdown  # noqa: E402
 
-NAMES = ("allocator", "repack", "streaming", "engine")
+NAMES = ("allocator", "repack", "streaming", "attention", "engine")
 
 
 def main() -> int:

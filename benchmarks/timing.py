@@ -130,6 +130,13 @@ def random_fill(*tensors: torch.Tensor) -> None:
         tensor.view(torch.int16).random_(-(2**15), 2**15)
 
 
+def link_gbps(num_bytes: int, n: int = 3) -> float:
+    """One large copy from pinned host memory to the device, GB/s."""
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    return num_bytes / device_ms({"link": lambda: there.copy_(host, non_blocking=True)}, n)["link"] / 1e6
+
+
 def copy_gbps(num_bytes: int, n: int = 5) -> float:
     """GB/s, read + write, of a device-to-device copy of `num_bytes`."""
     src = torch.empty(num_bytes // 2, dtype=torch.int16, device=device())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine_cases import poison_staging
 from gpu.engine_pair import Recorder, delay_and_poison, live_kv, load, make, run, start, widen
 from tidekv.engine.model import LoadedModel
 from tidekv.memory.ledger import HIGH, LOW
@@ -159,7 +160,7 @@ def test_write_through_halves_without_a_copy(
 
 
 def test_graphs_follow_the_widths(on_gpu: bool, tiny: LoadedModel) -> None:
-    """Replayed at full width, launch by launch while something is narrow, replayed again after restore; same tokens."""
+    """Replayed at full width, while something is narrow (from its second step on), and after restore; same tokens."""
     if not on_gpu:
         pytest.skip("CUDA graphs need a GPU")
     outputs = []
@@ -172,12 +173,18 @@ def test_graphs_follow_the_widths(on_gpu: bool, tiny: LoadedModel) -> None:
             full = counted.replays
             assert full > 0
             assert engine.allocator._halve_and_repack(LOW, 0), engine.allocator.refusals
-            run(engine, 4)
-            assert counted.replays == full
-            assert counted.eager_decodes >= 4
+            run(engine, 6)
+            assert counted.narrow_replays >= 4
+            assert counted.eager_decodes <= 2
+            assert poison_staging(engine) > 0
+            run(engine, 2)
             widen(engine)
+            full = counted.replays
             run(engine, 4)
             assert counted.replays == full + 4
+        else:
+            run(engine, 4)
+            assert engine.allocator._halve_and_repack(LOW, 0), engine.allocator.refusals
         while any(not engine.requests[name].is_done for name in names):
             engine.step()
         outputs.append([engine.requests[name].output_ids for name in names])
