@@ -65,6 +65,8 @@ WORKLOADS = {"2k_in_512_out": Workload(64, 2048, 512), "512_in_1k_out": Workload
 
 def runs(group: str, overcommits: list[float]) -> list[Run]:
     """The engines of a group, stock and tidekv in turn."""
+    engine: dict[str, Any]
+    shape: dict[str, Any]
     out: list[Run] = []
     if group == "full":
         for overlap in (False, True):
@@ -74,7 +76,7 @@ def runs(group: str, overcommits: list[float]) -> list[Run]:
             # One host page: full width is what is measured, and pinned memory for 800k tokens takes minutes.
             out.append(Run(f"tidekv, {word}", tide | {"TIDEKV_HOST_TOKENS": "64"}, engine, ("decode",)))
     elif group == "pressure":
-        ranked = {"enable_priority_scheduling": True, "default_priority_value": LOW}
+        ranked: dict[str, Any] = {"enable_priority_scheduling": True, "default_priority_value": LOW}
         small = ranked | {"max_total_tokens": SMALL_POOL}
         out.append(Run("stock, ample", None, ranked, tuple(WORKLOADS)))
         for phase, conservativeness in (("2k_in_512_out", 1.0), ("512_in_1k_out", 0.1)):
