@@ -41,7 +41,7 @@ class NarrowScheduler(Scheduler):
         rates: StepRates,
         read_modes: ReadModes,
         high_share: float = 0.05,
-        max_pause_steps: int = 1024,
+        max_pause_steps: int = 4096,
     ) -> None:
         super().__init__(memory, "narrow", prefill_chunk, max_running)
         self.widths = RequestWidths(memory)
@@ -180,7 +180,7 @@ class NarrowScheduler(Scheduler):
         """The first in rank get their pages back, a batch a step."""
         wanting = [r for r in self.running if self._wants_width(r)] + self.parked
         left = self._move_limit()
-        spare = len(self.running)  # a page for everybody's growth
+        spare = sum(not self._is_paused(r) for r in self.running) + 1  # a page for everybody's growth
         for request in sorted(wanting, key=self._rank):
             need = self._pages_away(request)
             batch = min(policy.WIDEN_BATCH, need) * self._slot_bytes()
@@ -192,9 +192,9 @@ class NarrowScheduler(Scheduler):
             if need + spare > self.widths.available_pages():
                 self._give_way(request, need + spare)
             if need + spare > self.widths.available_pages():
-                if self._is_overdue(request) or (request.is_high_priority and request.parked is not None):
-                    return  # what is free is kept for it
-                continue
+                if request.is_high_priority and request.parked is None:
+                    continue  # it is stepped all the same
+                return  # what is free is kept for it: a smaller one behind it would take it for ever
             if request.parked is not None and not self._unpark(request):
                 continue
             if self._is_overdue(request):
@@ -233,13 +233,21 @@ class NarrowScheduler(Scheduler):
         return True
 
     def _give_way(self, request: Request, pages: int) -> None:
-        """Low priority narrows for a parked request of high, or for one that waited too long: last in rank first, if
-        that makes enough room. Who has waited too long takes only from those that had their turn, so two equals never
-        push each other out; and order of arrival alone takes from nobody."""
-        if request.is_high_priority:
-            after = self._wide_lows() if request.parked is not None else []
-        else:
-            after = [r for r in self._wide_lows() if self._had_turn(r)] if self._is_overdue(request) else []
+        """The last in rank narrow for `request`, if that makes enough room.
+
+        Low priority for a parked request of high; one that is paused, to whom its pages are of no use, for those before
+        it; one that had its turn for one that waited too long. So two equals never push each other out.
+        """
+        if request.is_high_priority and request.parked is None:
+            return
+        rank, overdue = self._rank(request), self._is_overdue(request)
+        after = [
+            r
+            for r in self._wide_lows()
+            if request.is_high_priority
+            or (self._is_paused(r) and self._rank(r) > rank)
+            or (overdue and self._had_turn(r) and not self._is_overdue(r))
+        ]
         after.sort(key=self._rank)
         if self.widths.available_pages() + sum(self._wide_pages(r) for r in after) < pages:
             return
@@ -341,8 +349,9 @@ class NarrowScheduler(Scheduler):
         All that is admitted fits at minimum width when it has grown to its end, so growth never ends in a retraction.
         High priority is stepped at every step, so what it narrows is read at every step: it comes in when its prompt
         fits wide, once low priority has given way. A low prompt that would open narrow has to be brought in later, and
-        its first token would be bought with the others' next ones: it waits while the link owes enough already. Some
-        rows are left for high priority. Nobody overtakes in his class, so a wait ends with those that run.
+        its first token would be bought with the others' next ones: it waits while the link owes enough already, while
+        those who are paused hold enough pages, or while somebody is parked. Some rows are left for high priority.
+        Nobody overtakes in his class, so a wait ends with those that run.
         """
         if not self.running:
             return True
@@ -356,8 +365,14 @@ class NarrowScheduler(Scheduler):
             return self._fits_with_room_made(request)
         if len(self.running) >= self.max_running - self.max_running // 4:
             return False
-        backlog = sum(r.away_cells for r in self.running if not self._opens_wide(r)) * self.cell_bytes
-        backlog += sum(r.num_computed for r in self.parked) * self._token_bytes()
+        paused = [r for r in self.running if r.away_cells and not self._opens_wide(r)]
+        held = sum(self.memory.pages(r.num_tokens) for r in [*paused, request])
+        slots_a_page = 1 << (len(self.memory.allocator.ledger.ladder) - 1)
+        if self.parked:
+            return self._fits_wide(request)
+        if held > policy.PAUSED_SHARE * self.memory.allocator.geometry.num_pages * slots_a_page and paused:
+            return self._fits_wide(request)
+        backlog = sum(r.away_cells for r in paused) * self.cell_bytes
         own = request.num_tokens * self._token_bytes()
         return policy.may_owe(self.rates, self.high_share, backlog, own) or self._fits_wide(request)
 

@@ -30,6 +30,7 @@ QUANTUM_COST = 0.05  # of its steps' time is what bringing a request in may cost
 MIN_QUANTUM = 256  # tokens; two in three chat answers end within one quantum (Azure 2023: median 139, p90 428)
 WIDEN_BATCH = 16  # pages widened at a time: 126 MB and 2.3 ms of Llama-3.1-8B in pages of 64, a remap of all tables
 BACKLOG_S = 4.0  # seconds of widening that may be owed to paused requests before no more prompts are opened narrow
+PAUSED_SHARE = 0.125  # of the pool's pages may hold those who are paused, at minimum width: others could run in them
 LOW_ONLY_SHARE = 0.5  # of a step's time for widening when nobody of high priority decodes
 
 
