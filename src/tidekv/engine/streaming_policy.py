@@ -5,9 +5,14 @@ A narrowed slot costs its non-resident bytes over the link at **every** step tha
 
     step_s          = base_s + batch * request_s + context * context_s + prompt * prompt_s
     stream_budget   = link_rate * step_s * STREAM_SHARE    copies run under the step that reads them: nobody waits
-    move_budget     = link_rate * step_s * share           widening runs between steps: a step takes `share` longer
+    move_budget     = link_rate * step_s * share           widening runs between steps: on average a step takes `share`
+                                                           longer while high priority decodes
+    saved           = link_rate * share * BACKLOG_S        of the move budget that may be kept for later
+    burst           = link_rate * (chunk * prompt_s - step_s)   of what was saved that one step may take: then it is as
+                                                           long as a step with a chunk of a prompt, and has none
     quantum         = bring_in_bytes / (link_rate * step_s * QUANTUM_COST)    steps; then bringing in was 5 % at most
-    backlog         = link_rate * share * BACKLOG_S        owed to paused requests at most, before prompts have to wait
+    may owe         = backlog + own <= saved               else a prompt that would open narrow waits
+    paused pages    <= PAUSED_SHARE of the pool            likewise
     restore pays if   bring_in_bytes < steps_left * streamed_bytes_a_step
 
 Example, H200 and Llama-3.1-8B (131,072 bytes a token, 55 GB/s): a low request of 4,096 tokens at 2 of 32 layers streams
@@ -39,8 +44,8 @@ class StepRates:
     """Configured rates, seconds and bytes a second. The same on every rank."""
 
     link_rate: float = 55e9
-    base_s: float = 5.0e-3
-    request_s: float = 4.0e-5
+    base_s: float = 4.7e-3
+    request_s: float = 1.0e-5
     context_s: float = 3.1e-8
     prompt_s: float = 2.4e-5
 

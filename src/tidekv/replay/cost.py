@@ -10,7 +10,7 @@
 Streaming overlaps with the step that reads it, layer by layer. Repacks, parking and restoring run on the compute stream
 between two steps, so they are added.
 
-Example, H200 and Llama-3.1-8B: 128 requests of 1,024 tokens decode in 13.0 ms; 2,048 prompt tokens alone take 50.1 ms.
+Example, H200 and Llama-3.1-8B: 128 requests of 1,024 tokens decode in 10.0 ms; 2,048 prompt tokens alone take 53.6 ms.
 """
 
 from __future__ import annotations
@@ -64,18 +64,19 @@ MACHINES: dict[str, Machine] = {
             name="H200",
             device_rate=4.2e12,
             link_rate=55e9,
-            # 42,000 prompt tokens/s of an 8.03e9-parameter model: 86 % of the 780 TFLOP/s that a bf16 matmul reaches.
-            matmul_rate=42_000 * 2 * 8.03e9,
+            # 41,000 prompt tokens/s of an 8.03e9-parameter model: 84 % of the 780 TFLOP/s that a bf16 matmul reaches.
+            matmul_rate=41_000 * 2 * 8.03e9,
             attention_rate=390e12,
             host_bytes=512 << 30,
-            source="device copy 4.2 TB/s, pinned host to device 55 GB/s, bf16 matmul 780 TFLOP/s, prefill 42k tok/s of "
-            "Llama-3.1-8B: measured. Attention in prefill at half the matmul rate, 512 GiB of host memory: assumed",
+            source="device copy 4.2 TB/s, pinned host to device 55 GB/s, bf16 matmul 780 TFLOP/s, prefill 41k tok/s of "
+            "Llama-3.1-8B: measured (benchmarks/results/2026-12-01-h200/engine.json, batch 32). Attention in prefill "
+            "at half the matmul rate, 512 GiB of host memory: assumed",
         ),
         Machine(
             name="H100",
             device_rate=4.2e12 * 3.35 / 4.8,
             link_rate=55e9,
-            matmul_rate=42_000 * 2 * 8.03e9,
+            matmul_rate=41_000 * 2 * 8.03e9,
             attention_rate=390e12,
             host_bytes=512 << 30,
             source="not measured: the H200's figures, device memory scaled by the data sheets' 3.35 : 4.8 TB/s",
@@ -92,11 +93,12 @@ MODELS: dict[str, ModelShape] = {
     )
 }
 
-# Decode step of SGLang on a H200, Llama-3.1-8B, 1,024 tokens of context a request: 5.05, 6.2 and 13.0 ms at batch 1, 32
-# and 128 (measured). What the bytes do not explain is overhead, and is spread over the 32 layers.
+# Decode step of our engine on a H200, Llama-3.1-8B, at batch 1, 32 and 128, prompts of 1,024 tokens and halfway through
+# 128 of output (benchmarks/results/2026-12-01-h200/engine.json; SGLang: 5.05, 6.2 and 13.0 ms). What the bytes do not
+# explain is overhead, and is spread over the 32 layers.
 MEASURED_BATCH = (1, 32, 128)
-MEASURED_DECODE_S = (5.05e-3, 6.2e-3, 13.0e-3)
-MEASURED_CONTEXT = 1024
+MEASURED_DECODE_S = (4.72e-3, 5.95e-3, 10.3e-3)
+MEASURED_CONTEXT = 1024 + 64
 MEASURED_MODEL, MEASURED_MACHINE = "llama-3.1-8b", "H200"
 
 # Two all-reduces a layer across NVLink, 15 us each at decode sizes. Assumed, not measured.
