@@ -283,6 +283,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--config", default=os.environ.get("SGLANG_LLAMA8B", ""))
     parser.add_argument("--overcommit", type=float, nargs="+", default=[1.25, 2.0])
+    parser.add_argument("--only", nargs="+", metavar="RUN", help="these runs of the group, by name, in this order")
     parser.add_argument("--seconds", type=float, default=240, help="limit for one engine")
     parser.add_argument("--smoke", action="store_true", help="check this program on a CPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -295,7 +296,13 @@ def main() -> int:
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
-    for run in runs(args.group, args.overcommit):
+    chosen = runs(args.group, args.overcommit)
+    if args.only:
+        unknown = sorted(set(args.only) - {run.name for run in chosen})
+        if unknown:
+            parser.error(f"no run {unknown} in group {args.group}; it has {sorted({run.name for run in chosen})}")
+        chosen = [run for name in args.only for run in chosen if run.name == name]
+    for run in chosen:
         print(f"{run.name}: {', '.join(run.phases)}", file=sys.stderr, flush=True)
         results += start(run, args.config, args.seconds, args.smoke)
         with (args.out / "sglang_pressure.jsonl").open("a") as file:
