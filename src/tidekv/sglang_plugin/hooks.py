@@ -290,8 +290,8 @@ def old_pages(scheduler: Any) -> IntArray:
 
 def committed_len(req: Any) -> int:
     """Tokens whose KV is written: on the request in 0.5.17, on its KV record later."""
-    kv = getattr(req, "kv", None)
-    return int(req.kv_committed_len if kv is None else kv.kv_committed_len)
+    own = getattr(req, "kv_committed_len", None)
+    return int(req.kv.kv_committed_len if own is None else own)
 
 
 def is_high(req: Any) -> bool:
