@@ -399,7 +399,7 @@ def main() -> int:
         model="random:llama-3.1-8b",
         dtype=torch.bfloat16,
         kv_memory="32GiB",
-        host_memory="6GiB",
+        host_memory="10GiB",
         page_size=64,
         prefill_chunk=8192,
         batches=args.batches or [1, 32, 128],

@@ -304,9 +304,10 @@ def main() -> int:
         chosen = [run for name in args.only for run in chosen if run.name == name]
     for run in chosen:
         print(f"{run.name}: {', '.join(run.phases)}", file=sys.stderr, flush=True)
-        results += start(run, args.config, args.seconds, args.smoke)
+        now = start(run, args.config, args.seconds, args.smoke)
+        results += now
         with (args.out / "sglang_pressure.jsonl").open("a") as file:
-            file.writelines(json.dumps(r) + "\n" for r in results if r["run"] == run.name)
+            file.writelines(json.dumps(r) + "\n" for r in now)
     print(report(results))
     return 1 if any(r["phase"] == "failed" for r in results) else 0
 
