@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -92,42 +94,46 @@ def needle_prompts(loaded: LoadedModel, texts: list[str], count: int, length: in
     return prompts
 
 
-def measure(
-    loaded: LoadedModel,
-    documents: list[list[int]],
-    needles: list[tuple[list[int], list[int]]],
-    first_scored: int,
-    ways: list[tuple[int | None, int | None]],
-) -> list[Row]:
-    """One row for each way of reading; the first is full width and is what `changed` compares with."""
-    rows: list[Row] = []
-    full: list[torch.Tensor] = []
+Way = tuple[int | None, int | None]  # (width, window); (None, None): everything, in every layer
+
+
+def document_figures(
+    loaded: LoadedModel, ids: list[int], first_scored: int, ways: list[Way]
+) -> list[tuple[float, int]]:
+    """(sum of losses, positions whose most likely next token differs from full width's) of one document, each way."""
+    at = torch.arange(first_scored, len(ids) - 1)
+    figures, full = [], None
     for width, window in ways:
-        started_s = time.perf_counter()
-        losses, changed, scored = 0.0, 0, 0
-        for d, ids in enumerate(documents):
-            at = torch.arange(first_scored, len(ids) - 1)
-            logits = logits_of(loaded, ids, at, width, window)
-            losses += float(F.cross_entropy(logits, torch.tensor(ids)[at + 1], reduction="sum"))
-            best = logits.argmax(-1)
-            if width is None:
-                full.append(best)
-            changed += int((best != full[d]).sum())
-            scored += len(at)
-        found = 0
-        for prompt, answer in needles:
-            at = torch.arange(len(prompt) - 1, len(prompt) + len(answer) - 1)
-            best = logits_of(loaded, prompt + answer, at, width, window).argmax(-1)
-            found += best.tolist() == answer
+        logits = logits_of(loaded, ids, at, width, window)
+        best = logits.argmax(-1)
+        full = best if full is None else full
+        loss = float(F.cross_entropy(logits, torch.tensor(ids)[at + 1], reduction="sum"))
+        figures.append((loss, int((best != full).sum())))
+    return figures
+
+
+def needle_figures(loaded: LoadedModel, prompt: list[int], answer: list[int], ways: list[Way]) -> list[bool]:
+    """Whether the whole answer is the most likely one, each way."""
+    at = torch.arange(len(prompt) - 1, len(prompt) + len(answer) - 1)
+    return [logits_of(loaded, prompt + answer, at, *way).argmax(-1).tolist() == answer for way in ways]
+
+
+def summary(done: dict[str, Any], ways: list[Way], scored: int) -> list[Row]:
+    """One row a way, over the documents and needles that are done."""
+    documents = [done["documents"][key] for key in sorted(done["documents"], key=int)]
+    needles = [done["needles"][key] for key in sorted(done["needles"], key=int)]
+    rows = []
+    for i, (width, window) in enumerate(ways):
+        tokens = max(1, scored * len(documents))
+        losses, changed = (sum(figures[i][j] for figures in documents) for j in (0, 1))
         rows.append(
-            Row(width, window, float(torch.tensor(losses / scored).exp()), changed / scored, found, len(needles))
+            Row(width, window, math.exp(losses / tokens), changed / tokens, sum(n[i] for n in needles), len(needles))
         )
-        print(json.dumps({**asdict(rows[-1]), "s": round(time.perf_counter() - started_s, 1)}), flush=True)
     return rows
 
 
 def main(arguments: list[str]) -> int:
-    """Run and print one JSON row a line; all rows go to DIR/fidelity.json."""
+    """All rows go to DIR/fidelity.json after each document and needle; the same command goes on from there."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fidelity", description=__doc__.splitlines()[0])
     parser.add_argument("text", type=Path, help='JSONL with a "text" field')
     parser.add_argument("--out", type=Path, default=Path("out"))
@@ -135,25 +141,51 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=2048, help="context a document, at most the model's")
     parser.add_argument("--needles", type=int, default=16)
     parser.add_argument("--needle-tokens", type=int, default=1500)
+    parser.add_argument("--model", default="smollm2", help="a model with a tokenizer")
     options = parser.parse_args(arguments)
     if options.tokens <= max(WINDOWS) + 1:
         parser.error(f"--tokens must be above {max(WINDOWS) + 1}, the largest window")
     texts = [json.loads(line)["text"] for line in options.text.read_text(encoding="utf-8").splitlines()]
-    loaded = load_model("smollm2", "cpu", torch.float32)
+    loaded = load_model(options.model, "cpu", torch.float32)
     assert loaded.tokenizer is not None
     documents = [list(loaded.tokenizer(text[:20_000])["input_ids"])[: options.tokens] for text in texts]
     documents = [ids for ids in documents if len(ids) == options.tokens][: options.documents]
     widths = (loaded.layer_num // 2, loaded.layer_num // 4)
-    ways: list[tuple[int | None, int | None]] = [(None, None)]
+    ways: list[Way] = [(None, None)]
     ways += [(width, window) for width in widths for window in WINDOWS]
     needles = needle_prompts(loaded, texts, options.needles, options.needle_tokens)
-    rows = measure(loaded, documents, needles, max(WINDOWS), ways)
+    about = {
+        "model": options.model,
+        "layers": loaded.layer_num,
+        "tokens": options.tokens,
+        "scored_from": max(WINDOWS),
+        "needle_tokens": options.needle_tokens,
+        "sink_tokens": SINK_TOKENS,
+    }
     options.out.mkdir(parents=True, exist_ok=True)
-    about = {"model": "SmolLM2-135M-Instruct", "layers": loaded.layer_num, "documents": len(documents),
-             "tokens": options.tokens, "scored_from": max(WINDOWS), "needle_tokens": options.needle_tokens,
-             "sink_tokens": SINK_TOKENS}  # fmt: skip
     path = options.out / "fidelity.json"
-    path.write_text(json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    done: dict[str, Any] = {"documents": {}, "needles": {}}
+    if path.is_file():
+        before = json.loads(path.read_text())
+        if before["about"] != about:
+            parser.error(f"{path} was made with other options: {before['about']}; give another --out")
+        done = before["done"]
+    jobs = [(kind, i) for i in range(max(len(documents), len(needles))) for kind in ("documents", "needles")]
+    for kind, i in jobs:  # by turns, so that a run that is cut short has some of both
+        if i >= len(documents if kind == "documents" else needles) or str(i) in done[kind]:
+            continue
+        started_s = time.perf_counter()
+        if kind == "documents":
+            done[kind][str(i)] = document_figures(loaded, documents[i], max(WINDOWS), ways)
+        else:
+            done[kind][str(i)] = needle_figures(loaded, *needles[i], ways)
+        rows = [asdict(row) for row in summary(done, ways, options.tokens - 1 - max(WINDOWS))]
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({"about": about, "rows": rows, "done": done}, indent=1) + "\n")
+        part.replace(path)
+        print(json.dumps({"done": f"{kind} {i}", "s": round(time.perf_counter() - started_s, 1)}), flush=True)
+    for row in json.loads(path.read_text())["rows"]:
+        print(json.dumps(row))
     return 0
 
 

@@ -1,0 +1,78 @@
+"""The replay matrix on a short made-up trace: every run, resumed, and goals that say what they compare.
+
+Catches: a run made twice or not at all, a peak taken from another trace, a goal that is met by comparing with itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidekv.errors import ConfigError
+from tidekv.replay.command import parse_capacities
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def matrix(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`benchmarks` lies beside `src` and is no part of the package."""
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module("benchmarks.replay_matrix")
+
+
+def test_the_matrix_runs_everything_once_and_goes_on_where_it_was(matrix: Any, tmp_path: Path) -> None:
+    mix = tmp_path / "made.jsonl"
+    rows = [{"t": 0.05 * i, "in": 900, "out": 40, "prio": "high" if i % 3 else "low"} for i in range(18)]
+    mix.write_text("\n".join(map(json.dumps, rows)))
+    command = [str(mix), "--out", str(tmp_path / "out"), "--capacity", "1/2", "--duration", "10"]
+    assert matrix.main(command) == 0
+    runs = sorted((tmp_path / "out" / "runs").glob("*.json"))
+    assert len(runs) == 6  # unlimited, and five at half of its peak
+    found = {path.name: json.loads(path.read_text()) for path in runs}
+    peak = found["made_llama-3.1-8b_1.000_unlimited.json"]["peak_tokens"]
+    half = found["made_llama-3.1-8b_0.500_narrow.json"]
+    assert half["capacity_tokens"] == peak // 2 // 64 * 64
+    assert half["classes"]["low"]["finished"] == 6
+    lossy = found["made_llama-3.1-8b_0.500_narrow-exact-window.json"]
+    assert lossy["low_reads"] == "window (LOSSY)"
+    assert "narrow LOSSY: low window" in (tmp_path / "out" / "tables.md").read_text()
+    before = {path: path.stat().st_mtime_ns for path in runs}
+    runs[0].unlink()
+    assert matrix.main(command) == 0
+    assert runs[0].is_file()
+    assert all(path.stat().st_mtime_ns == before[path] for path in runs[1:])
+
+
+def test_goals_compare_with_the_best_of_the_others(matrix: Any) -> None:
+    tables = importlib.import_module("benchmarks.replay_tables")
+    figures = {"p50": 1.0, "p90": 1.0, "p99": 1.0, "p100": 1.0}
+    one = {
+        "ttft_s": figures, "tpot_s": figures, "longest_gap_s": figures, "e2e_s": figures, "slo_attainment": 1.0,
+        "longest_wait_s": 1.0,
+    }  # fmt: skip
+    base = {
+        "mix": "made.jsonl", "model": "m", "machine": "H200", "share": 0.5, "duration_s": 1.0, "requests": 1,
+        "high_reads": "exact", "low_reads": "exact", "retractions": 0, "recomputed_tokens": 0, "parkings": 0,
+        "capacity_tokens": 1, "throughput_tokens_per_s": 100.0, "swapped_in_bytes": 0, "streamed_bytes": 0,
+        "link_busy": 0.0, "classes": {"high": one, "low": one},
+    }  # fmt: skip
+    runs = [{**json.loads(json.dumps(base)), "policy": policy} for policy in ("narrow", "reserve", "retract", "swap")]
+    runs[3]["classes"]["low"]["ttft_s"]["p50"] = 2.5  # not the best
+    runs[0]["classes"]["low"]["ttft_s"]["p50"] = 0.4
+    runs[0]["classes"]["low"]["e2e_s"]["p99"] = 1.2
+    unlimited = {**json.loads(json.dumps(base)), "policy": "unlimited", "share": 1.0}
+    row = tables.goals_markdown([*runs, unlimited]).strip().split("\n")[-1]
+    assert [cell.strip() for cell in row.split("|")[2:-1]] == [
+        "exact", "1.00", "1.00", "0.40", "1.00", "**1.20**", "1.00, 1.20", "0", "1.00",
+    ]  # fmt: skip
+
+
+def test_capacities() -> None:
+    assert parse_capacities("1/2, 0.25,120000") == [0.5, 0.25, 120000]
+    with pytest.raises(ConfigError, match="'1/0'"):
+        parse_capacities("1/0")
