@@ -52,10 +52,10 @@ def soak(server: Server, num_requests: int, seed: int, at_a_time: int = 12) -> T
     plans: list[dict[str, Any]] = []
     for i in range(num_requests):
         prefix = rng.choice(shared) if rng.random() < 0.5 else ""
-        length, ignore_eos = rng.randint(1, 48), rng.random() < 0.5
+        length, ignore_eos = rng.randint(1, 36), rng.random() < 0.5
         plans.append({
             "rid": f"soak-{seed}-{i}",
-            "text": f"{prefix} {' '.join(rng.choices(WORDS, k=rng.randint(2, 90)))}",
+            "text": f"{prefix} {' '.join(rng.choices(WORDS, k=rng.randint(2, 70)))}",
             "sampling_params": {"temperature": 0, "max_new_tokens": length, "ignore_eos": ignore_eos},
             "priority": rng.choice([0, 0, 10]),
         })  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,12 +42,13 @@ def test_demo(model: Path, tmp_path: Path) -> None:
     assert re.search(r"tidekv narrow\. width high: \d+, low: \d+, #narrow-page: [1-9]", log)
 
     window = TIDE | {"TIDEKV_LOW_READS": "window", "TIDEKV_WINDOW_TOKENS": "64"}
-    lossy = demo.run("window", asks, model, tmp_path, small, window)
+    shorter = [replace(ask, max_tokens=32) for ask in asks]  # greedy: a shorter answer is the beginning of the longer
+    lossy = demo.run("window", shorter, model, tmp_path, small, window)
     assert lossy.retractions == 0
     assert "low reads: window of 64 tokens (LOSSY)" in (tmp_path / "window.log").read_text()
     for ask, got, want in zip(asks, lossy.answers, ample.answers, strict=True):
         assert got.completion_tokens > 0
-        assert ask.priority == demo.LOW or got.text == want.text  # high is exact, always
+        assert ask.priority == demo.LOW or want.text.startswith(got.text)  # high is exact, always
     assert lossy.window_pages > 0
 
 
