@@ -77,5 +77,5 @@ test-sglang: $(SGLANG_STAMP) sglang-model ## the SGLang plugin: its parts, then 
 	SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/python -m pytest tests/sglang
 
 clean: ## remove .venv and caches
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-sglang .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
