@@ -45,6 +45,7 @@ class Cell:
     policy: str
     high_reads: str = "exact"
     low_reads: str = "exact"
+    machine: str = "H200"
 
     @property
     def name(self) -> str:
@@ -53,24 +54,25 @@ class Cell:
         reads = (
             "" if (self.high_reads, self.low_reads) == ("exact", "exact") else f"-{self.high_reads}-{self.low_reads}"
         )
-        return f"{mix}_{self.model}_{self.share:.3f}_{self.policy}{reads}"
+        machine = "" if self.machine == "H200" else f"_{self.machine}"
+        return f"{mix}_{self.model}{machine}_{self.share:.3f}_{self.policy}{reads}"
 
 
-def cells(mixes: Sequence[Path], models: Sequence[str], shares: Sequence[float]) -> list[Cell]:
+def cells(mixes: Sequence[Path], models: Sequence[str], shares: Sequence[float], machine: str) -> list[Cell]:
     """All runs in the order in which they are wanted."""
     found = []
     for model in models:
         for index, share in enumerate(sorted(shares, key=lambda s: abs(s - 0.5))):
             for mix in mixes:
                 if index == 0:
-                    found.append(Cell(mix, model, 1.0, UNLIMITED))
-                found += [Cell(mix, model, share, *variant) for variant in VARIANTS]
+                    found.append(Cell(mix, model, 1.0, UNLIMITED, machine=machine))
+                found += [Cell(mix, model, share, *variant, machine) for variant in VARIANTS]
     return found
 
 
 def run(cell: Cell, trace: list[TraceRequest], duration_s: float, peak_tokens: int | None) -> dict[str, Any]:
     """The figures of one run, JSON-ready."""
-    config = ReplayConfig(model=cell.model, high_reads=cell.high_reads, low_reads=cell.low_reads)  # type: ignore[arg-type]
+    config = ReplayConfig(machine=cell.machine, model=cell.model, high_reads=cell.high_reads, low_reads=cell.low_reads)  # type: ignore[arg-type]
     if peak_tokens is None:
         pages = whole_trace_pages(trace, config)
     else:
@@ -92,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("mixes", nargs="*", type=Path, help="traces with classes; none with --tables")
     parser.add_argument("--out", type=Path, default=Path("out/replay-matrix"))
     parser.add_argument("--models", default="llama-3.1-8b", help="presets, with commas between them")
+    parser.add_argument("--machine", default="H200", help="preset of the cost model")
     parser.add_argument("--capacity", default="1/2,1/3,2/3", help="shares of the unlimited peak")
     parser.add_argument("--duration", type=float, default=300.0, help="seconds of each trace")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th mix from the i-th, for n processes side by side")
@@ -102,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     index, parts = (int(part) for part in args.part.split("/"))
     mixes = [] if args.tables else args.mixes[index::parts]
     shares = [share for share in parse_capacities(args.capacity) if isinstance(share, float)]
-    todo = cells(mixes, args.models.split(","), shares)
+    todo = cells(mixes, args.models.split(","), shares, args.machine)
     traces: dict[Path, list[TraceRequest]] = {}
     try:
         for number, cell in enumerate(todo, start=1):
@@ -113,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 traces[cell.mix] = read_trace(cell.mix, args.duration)
             peak = None
             if cell.policy != UNLIMITED:
-                unlimited = runs / f"{Cell(cell.mix, cell.model, 1.0, UNLIMITED).name}.json"
+                unlimited = runs / f"{Cell(cell.mix, cell.model, 1.0, UNLIMITED, machine=cell.machine).name}.json"
                 peak = int(json.loads(unlimited.read_text())["peak_tokens"])
             begin = time.perf_counter()
             figures = run(cell, traces[cell.mix], args.duration, peak)

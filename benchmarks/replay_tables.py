@@ -18,10 +18,10 @@ def label(run: Run) -> str:
 
 
 def groups(runs: Iterable[Run]) -> dict[tuple[str, str], list[Run]]:
-    """(model, mix) -> its runs."""
+    """(machine and model, mix) -> its runs."""
     found: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
-        found.setdefault((run["model"], run["mix"].split(".")[0]), []).append(run)
+        found.setdefault((f"{run['machine']}, {run['model']}", run["mix"].split(".")[0]), []).append(run)
     return dict(sorted(found.items()))
 
 
@@ -36,7 +36,7 @@ def tables_markdown(runs: list[Run]) -> str:
     for (model, mix), mine in groups(runs).items():
         first = mine[0]
         lines += [
-            f"## {mix}, {first['machine']}, {model}: first {first['duration_s']:g} s, {first['requests']} requests",
+            f"## {mix}, {model}: first {first['duration_s']:g} s, {first['requests']} requests",
             "",
         ]
         lines += [

@@ -27,11 +27,23 @@ def test_prefill_streams_hide_and_moves_add() -> None:
     assert cost.step_s(moved) == pytest.approx(cost.step_s(load) + 0.01)
 
 
+def test_the_hosts_part_is_in_its_own_preset() -> None:
+    device, host = cost_model("H200", "llama-3.1-8b"), cost_model("H200-host", "llama-3.1-8b")
+    decode = StepLoad(decode_batch=8, decode_context=8_000)
+    assert host.step_s(decode) == device.step_s(decode)
+    small = StepLoad(8, 8_000, prefill_tokens=64, prefill_context_sum=64 * 65 // 2)
+    assert (host.step_s(small), device.step_s(small) < 10e-3) == (27e-3, True)
+    streaming = StepLoad(8, 8_000, streamed_bytes=1_000_000)
+    assert host.step_s(streaming) == pytest.approx(device.step_s(streaming) + 6e-3)
+    whole = StepLoad(prefill_tokens=2048, prefill_context_sum=2048 * 1024)
+    assert host.step_s(whole) == device.step_s(whole)
+
+
 def test_every_preset_is_usable_and_unknown_names_are_listed() -> None:
-    for machine in ("H200", "H100"):
+    for machine in ("H200", "H200-host", "H100"):
         for model in ("llama-3.1-8b", "qwen3-8b", "llama-3.1-70b"):
             assert 1e-3 < cost_model(machine, model).decode_s(1, 1024) < 50e-3
-    with pytest.raises(ConfigError, match="H200, H100"):
+    with pytest.raises(ConfigError, match="H200, H100, H200-host"):
         cost_model("A100", "llama-3.1-8b")
     with pytest.raises(ConfigError, match="qwen3-8b"):
         cost_model("H200", "gpt-2")

@@ -4,11 +4,16 @@
     prefill_s  = 2 * parameters * tokens / matmul_rate
                + 4 * q_heads * head_dim * layers * (sum of contexts) / attention_rate
     compute_s  = decode_s + max(0, prefill_s - weight_bytes / device_rate)     one packed step reads the weights once
+                 and with new prompt tokens at least prefill_floor_s           launched kernel by kernel from Python
     step_s     = max(compute_s, streamed_bytes / link_rate) + moves_s
+                 + narrow_step_s if anything is streamed                       planned only after the last one's end
     moves_s    = device_bytes / device_rate + (to_host_bytes + from_host_bytes) / link_rate
 
 Streaming overlaps with the step that reads it, layer by layer. Repacks, parking and restoring run on the compute stream
 between two steps, so they are added.
+
+The two host terms are 0 in the presets "H200" and "H100", which say what the device and the link allow, and as measured
+in "H200-host".
 
 Example, H200 and Llama-3.1-8B: 128 requests of 1,024 tokens decode in 10.0 ms; 2,048 prompt tokens alone take 53.6 ms.
 """
@@ -16,7 +21,7 @@ Example, H200 and Llama-3.1-8B: 128 requests of 1,024 tokens decode in 10.0 ms; 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -36,6 +41,8 @@ class Machine:
     attention_rate: float
     host_bytes: int
     source: str
+    prefill_floor_s: float = 0.0
+    narrow_step_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,17 @@ MACHINES: dict[str, Machine] = {
         ),
     )
 }
+
+_HOST = replace(
+    MACHINES["H200"],
+    name="H200-host",
+    prefill_floor_s=27e-3,
+    narrow_step_s=6e-3,
+    source=MACHINES["H200"].source + ". The engine's host part as measured: steps with a prompt chunk take 22 to 32 ms "
+    "whatever their size, narrowed steps 5 to 7 ms more than link and computation "
+    "(benchmarks/results/2026-12-01-h200/summary.md)",
+)
+MACHINES[_HOST.name] = _HOST
 
 MODELS: dict[str, ModelShape] = {
     shape.name: shape
@@ -154,7 +172,8 @@ class CostModel:
     def compute_s(self, load: StepLoad) -> float:
         """The step without any bytes over the link."""
         decode = self.decode_s(load.decode_batch, load.decode_context)
-        return decode + max(0.0, self.prefill_s(load.prefill_tokens, load.prefill_context_sum) - self.weights_s)
+        seconds = decode + max(0.0, self.prefill_s(load.prefill_tokens, load.prefill_context_sum) - self.weights_s)
+        return max(seconds, self.machine.prefill_floor_s) if load.prefill_tokens else seconds
 
     def moves_s(self, load: StepLoad) -> float:
         """Repacks, parking and restoring before the step."""
@@ -162,7 +181,8 @@ class CostModel:
 
     def step_s(self, load: StepLoad) -> float:
         """The whole step."""
-        return max(self.compute_s(load), load.streamed_bytes / self.link_rate) + self.moves_s(load)
+        host_s = self.machine.narrow_step_s if load.streamed_bytes else 0.0
+        return max(self.compute_s(load), load.streamed_bytes / self.link_rate) + self.moves_s(load) + host_s
 
     def step_rates(self) -> StepRates:
         """The straight lines that the scheduler plans with: all that it knows of the machine is configured."""
