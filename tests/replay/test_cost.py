@@ -76,5 +76,7 @@ def test_policy_formulas_by_hand() -> None:
     assert policy.burst_bytes(rates, 0.01, 0) == 0
     assert policy.may_owe(rates, 0.05, 0, 20_000_000_000)  # the first one always may
     assert not policy.may_owe(rates, 0.05, 1, 10_000_000_000)
+    assert policy.narrow_step_bytes(rates) == 0
+    assert policy.narrow_step_bytes(policy.StepRates(link_rate=50e9, narrow_step_s=0.006)) == 300_000_000
     with pytest.raises(ConfigError, match="link_rate"):
         policy.StepRates(link_rate=0.0)

@@ -102,3 +102,16 @@ def test_windows_of_either_class_are_served_without_streaming_theirs(reads: tupl
     assert run.stats["halvings_high"] + run.stats["halvings_low"] > 0
     if reads == ("window", "window"):
         assert run.stats["streamed_bytes"] == 0
+
+
+def test_streaming_that_lengthens_a_step_is_paid_from_the_move_budget() -> None:
+    # The same load, with and without a host that takes 6 ms longer for a step that streams.
+    trace = [request(0, 0.0, 1500, 600, True)] + [request(1 + i, 0.2, 1500, 200) for i in range(6)]
+    free, costly = (
+        run_policy("narrow", PAGES, trace, ReplayConfig(8192, max_running=64, machine=machine))
+        for machine in ("H200", "H200-host")
+    )
+    assert costly.stats["streamed_bytes"] < 0.5 * free.stats["streamed_bytes"]
+    assert [len(r.output_ids) for r in costly.requests] == [600] + [200] * 6
+    paces = [(r.token_times_s[-1] - r.token_times_s[0]) / 599 for r in (free.requests[0], costly.requests[0])]
+    assert paces[1] < 1.1 * paces[0]  # high priority pays no more than the stated share, and the prompts' floor

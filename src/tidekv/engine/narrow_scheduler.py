@@ -504,6 +504,10 @@ class NarrowScheduler(Scheduler):
         self.streamed_bytes = sum(r.away_cells for r in reading) * self.cell_bytes
         planned = set(reading)
         paused = [r for r in self.running if self._is_paused(r) and r not in planned]
+        # A step that streams takes longer by the host's part: whoever else is in it is paid for by the move budget.
+        lengthens = policy.narrow_step_bytes(self.rates) if plan.work and not self.streamed_bytes else 0
+        if lengthens > max(0, self.move_bytes):
+            return
         chosen = []
         for request in sorted(paused, key=self._rank):
             away = request.away_cells * self.cell_bytes
@@ -511,6 +515,7 @@ class NarrowScheduler(Scheduler):
                 chosen.append(request)
                 self.streamed_bytes += away
         if chosen and self.memory.decode(chosen):
+            self.move_bytes -= lengthens
             plan.work += [(request, 1) for request in by_rank(chosen)]
         elif chosen:  # no room for their new tokens
             self.streamed_bytes -= sum(r.away_cells for r in chosen) * self.cell_bytes

@@ -48,6 +48,7 @@ class StepRates:
     request_s: float = 1.0e-5
     context_s: float = 3.1e-8
     prompt_s: float = 2.4e-5
+    narrow_step_s: float = 0.0  # a step that streams takes so much longer, whatever it streams: the host's part
 
     def __post_init__(self) -> None:
         for name in ("link_rate", "base_s"):
@@ -68,6 +69,11 @@ def step_s(rates: StepRates, batch: int, context_tokens: int, prompt_tokens: int
 def stream_budget_bytes(rates: StepRates, seconds: float) -> int:
     """Bytes that a step of this length hides."""
     return int(rates.link_rate * seconds * STREAM_SHARE)
+
+
+def narrow_step_bytes(rates: StepRates) -> int:
+    """What the host's part of a step that streams comes to, in bytes of the move budget."""
+    return int(rates.link_rate * rates.narrow_step_s)
 
 
 def move_budget_bytes(rates: StepRates, seconds: float, high_share: float, high_decodes: bool) -> int:

@@ -194,6 +194,7 @@ class CostModel:
             request_s=(self.decode_s(last, 0) - base) / (last - first),
             context_s=self.shape.token_bytes / self.device_rate,
             prompt_s=self.prefill_s(1, 0),
+            narrow_step_s=self.machine.narrow_step_s,
         )
 
 
