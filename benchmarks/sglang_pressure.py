@@ -119,10 +119,10 @@ class Timing:
         return (self.total - self.first) / max(1, len(self.tokens) - 1)
 
 
-def prompts(count: int, length: int) -> list[list[int]]:
+def prompts(count: int, length: int, vocab: int) -> list[list[int]]:
     """Token ids that share no prefix; the same for every engine."""
     rng = random.Random(7)
-    return [[rng.randrange(1000, 120_000) for _ in range(length)] for _ in range(count)]
+    return [[rng.randrange(1000, vocab - 1000) for _ in range(length)] for _ in range(count)]
 
 
 def emit(**result: Any) -> None:
@@ -134,6 +134,7 @@ def child(run: Run, config: str, smoke: bool) -> None:
     import sglang
 
     begin = time.time()
+    vocab = int(json.loads((Path(config) / "config.json").read_text())["vocab_size"])
     common: dict[str, Any] = {
         "model_path": config, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
         "attention_backend": "triton", "sampling_backend": "pytorch", "page_size": 64, "mem_fraction_static": 0.85,
@@ -153,30 +154,30 @@ def child(run: Run, config: str, smoke: bool) -> None:
     emit(run=run.name, phase="start", seconds=round(time.time() - begin, 1))
     for phase in run.phases:
         if phase == "decode":
-            decode(run, engine, smoke)
+            decode(run, engine, smoke, vocab)
         elif phase == "answers":
-            timings, seconds = ask(engine, Workload(24, 512, 128).scaled(smoke), None)
+            timings, seconds = ask(engine, Workload(24, 512, 128).scaled(smoke), None, vocab)
             emit(run=run.name, phase=phase, seconds=seconds, answers=[t.tokens for t in timings], **retracted(timings))
         else:
-            pressure(run, engine, phase, smoke)
+            pressure(run, engine, phase, smoke, vocab)
     engine.shutdown()
 
 
-def decode(run: Run, engine: Any, smoke: bool) -> None:
+def decode(run: Run, engine: Any, smoke: bool, vocab: int) -> None:
     """Steps at batch 1, 32, 128 behind 1k prompts: the time of 129 tokens less that of one."""
-    for batch in (1, 4) if smoke else (1, 32, 128):
-        ask(engine, Workload(batch, 1024, 2), None)
+    for batch in (1, 2) if smoke else (1, 32, 128):
+        ask(engine, Workload(batch, 1024, 2), None, vocab)
         steps = []
         for _ in range(3):
-            _, short = ask(engine, Workload(batch, 1024, 1), None)
-            _, long = ask(engine, Workload(batch, 1024, 129), None)
+            _, short = ask(engine, Workload(batch, 1024, 1), None, vocab)
+            _, long = ask(engine, Workload(batch, 1024, 129), None, vocab)
             steps.append((long - short) / 128 * 1e3)
         emit(run=run.name, phase="decode", batch=batch, ms_a_step=round(statistics.median(steps), 3), all=steps)
 
 
-def pressure(run: Run, engine: Any, phase: str, smoke: bool) -> None:
+def pressure(run: Run, engine: Any, phase: str, smoke: bool, vocab: int) -> None:
     workload = WORKLOADS[phase].scaled(smoke)
-    timings, seconds = ask(engine, workload, HIGH)
+    timings, seconds = ask(engine, workload, HIGH, vocab)
     result: dict[str, Any] = {"seconds": round(seconds, 2), **retracted(timings)}
     for name, priority in (("high", HIGH), ("low", LOW)):
         mine = [t for t in timings if t.priority == priority]
@@ -192,7 +193,7 @@ def retracted(timings: list[Timing]) -> dict[str, int]:
     return {"retractions": sum(counts), "requests_retracted": sum(count > 0 for count in counts)}
 
 
-def ask(engine: Any, workload: Workload, high: int | None) -> tuple[list[Timing], float]:
+def ask(engine: Any, workload: Workload, high: int | None, vocab: int) -> tuple[list[Timing], float]:
     """All requests at once; (timings in their order, seconds until the last ended)."""
     sampling = {"temperature": 0, "max_new_tokens": workload.output, "ignore_eos": True}
 
@@ -209,7 +210,7 @@ def ask(engine: Any, workload: Workload, high: int | None) -> tuple[list[Timing]
 
     async def every() -> list[Timing]:
         begin = time.monotonic()
-        texts = prompts(workload.num_requests, workload.prompt)
+        texts = prompts(workload.num_requests, workload.prompt, vocab)
         return await asyncio.gather(*(one(i, ids, begin) for i, ids in enumerate(texts)))
 
     begin = time.monotonic()
