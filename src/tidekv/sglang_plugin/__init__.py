@@ -5,10 +5,12 @@
     plugin.py         the entry point: which hooks, and the refusal to start if one did not take
     seams.py          every place of SGLang that is touched, with its signature and the versions it was read in
     refusals.py       what this plugin cannot serve, as messages that name the flag
-    hooks.py          what SGLang calls
+    build.py          sizes, pool, allocator and attention, made in the places of SGLang's
+    hooks.py          what SGLang calls while it runs
     allocator.py      SGLang's allocator contract in virtual page ids, over the core's allocator
     virtual_pages.py  virtual page id -> slot: the one table that a repack rewrites
     capacity.py       how many virtual pages so many physical ones can carry
+    window.py         which pages a lossy window does not see
     pool.py           SGLang's per-layer buffers as views of the core's flat tensors
     batch_plan.py     from SGLang's forward batch to the core's packed batch
     attention.py      SGLang's attention backends, with the core's attention where a batch is narrowed

@@ -31,16 +31,16 @@ def install(settings: config.Settings) -> None:
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        from tidekv.sglang_plugin import hooks
+        from tidekv.sglang_plugin import build, hooks
     except ImportError as error:
         raise ConfigError(f"SGLang {__version__} lacks something that tidekv builds on: {error}") from error
-    hooks.begin(settings)
+    build.begin(settings)
     wanted = hooks.hooks()
     for seam, hook in wanted.items():
         HookRegistry.register(seam.path, hook, HookType.AROUND)
-    hooks.register_attention_backends()
+    build.register_attention_backends()
     HookRegistry.apply_hooks()
-    missing = [seam.path for seam, hook in wanted.items() if not hooks.is_hooked(seam)]
+    missing = [seam.path for seam in wanted if not hooks.is_hooked(seam)]
     if missing:
         raise ConfigError(f"SGLang did not take the hooks on {', '.join(missing)}; its log says why")
 
