@@ -182,7 +182,7 @@ def _healthy(server: Server) -> bool:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server's session: itself and the processes it started."""
+    """End the server and whatever it started."""
     try:
         process.terminate()  # it ends its own processes; a signal to them all would make it look for a crash
         process.wait(20)
