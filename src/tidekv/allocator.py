@@ -236,9 +236,7 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
                 slots = ledger.open_pages(is_high, num_pages)
             else:
                 num_high = int(np.add.reduce(new_pages[is_high], dtype=np.int64))
-                ledger.open_pages(HIGH, num_high)
-                ledger.open_pages(LOW, num_pages - num_high)
-                slots = ledger.free_list.last_taken(num_pages)
+                slots = ledger.open_mixed(num_high, num_pages - num_high)
         self.new_slots, self.new_order = slots, order
         if self._in_step:
             page_size = self.page_size
@@ -249,7 +247,7 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
 
     def _order(self, is_high: BoolArray) -> torch.Tensor:
         """[bs] int64 on the device: requests of high priority, then those of low, each in the caller's order."""
-        order = np.concatenate([np.flatnonzero(is_high), np.flatnonzero(~is_high)])
+        order = np.argsort(~is_high, kind="stable")
         return torch.from_numpy(order).to(self.device, non_blocking=True)
 
     def _plain_pages(self, groups: list[tuple[int, int]]) -> dict[int, AllocationSplit] | None:

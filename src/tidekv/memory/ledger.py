@@ -68,10 +68,6 @@ class FreeList:
         self.head += n
         return taken
 
-    def last_taken(self, n: int) -> IntArray:
-        """The `n` pages handed out last, by one or more `take` after one `reserve`."""
-        return self.pages[self.head - n : self.head]
-
     def all_pages(self) -> IntArray:
         return np.concatenate([self.pages[self.head :], *self.waiting])
 
@@ -277,6 +273,20 @@ class Ledger:
         """`num_pages` fresh full-width pages, each one slot. The caller has checked that they are free."""
         pages = self._own(code, 0, num_pages)
         run = as_run(pages)
+        self.page_occupied[run] = 1
+        self.occupied[run] = True
+        self.stamp[run] = self.next_stamp
+        self.next_stamp += 1
+        return pages
+
+    def open_mixed(self, num_high: int, num_low: int) -> IntArray:
+        """`open_pages` for both priorities, high first, booked in one go: what two calls book alike is most of them."""
+        pages = self.free_list.take(num_high + num_low)
+        run = as_run(pages)
+        for code, mine in ((HIGH, pages[:num_high]), (LOW, pages[num_high:])):
+            self.page_code[as_run(mine)] = code
+            self.used[code] += len(mine)
+        self.page_level[run] = 0
         self.page_occupied[run] = 1
         self.occupied[run] = True
         self.stamp[run] = self.next_stamp
