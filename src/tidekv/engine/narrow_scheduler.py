@@ -24,6 +24,7 @@ from tidekv.engine.request import Request, RequestState
 from tidekv.engine.scheduler import Scheduler, StepPlan, by_rank
 from tidekv.engine.streaming_policy import StepRates
 from tidekv.engine.widths import RequestWidths
+from tidekv.memory.ledger import LOW
 
 
 class NarrowScheduler(Scheduler):
@@ -162,6 +163,14 @@ class NarrowScheduler(Scheduler):
         """Decodes, but some of what it must read is not on the device."""
         return request.state is RequestState.DECODE and request.away_cells > 0 and not self._opens_wide(request)
 
+    def _is_low_window(self, request: Request) -> bool:
+        """Low priority that is never paused, so for high priority it has to be parked."""
+        return (
+            not request.is_high_priority
+            and request.state is RequestState.DECODE
+            and self._mode(request).streams_nothing
+        )
+
     def _wide_pages(self, request: Request) -> int:
         """Its pages that could narrow, as last counted."""
         mode, ledger = self._mode(request), self.memory.allocator.ledger
@@ -271,10 +280,11 @@ class NarrowScheduler(Scheduler):
         while victims and (missing := demand - self.widths.available_pages()) > 0:
             self._narrow(victims.pop(), policy.pages_to_narrow(missing))
             demand = self._demand()
-        paused = sorted((r for r in self.running if self._is_paused(r)), key=self._rank)
+        paused = sorted((r for r in self.running if self._is_paused(r) or self._is_low_window(r)), key=self._rank)
         # The last one stays: a prompt that then finds no row (parked requests keep theirs) would leave nobody to step.
         while paused and len(self.running) > 1 and demand > self.widths.available_pages() and self._park(paused[-1]):
             paused.pop()
+            demand = self._demand()
         self._narrow_highs(demand)
 
     def _narrow_highs(self, demand: int) -> int:
@@ -385,6 +395,8 @@ class NarrowScheduler(Scheduler):
             return True
         slots_a_page = 1 << (len(self.memory.allocator.ledger.ladder) - 1)
         lows = sum(self._wide_pages(r) for r in self._wide_lows())
+        if request.is_high_priority and self.read_modes.low.streams_nothing:  # all that they hold: they may be parked
+            lows = self.memory.allocator.ledger.used[LOW]
         return need <= room + lows - -(-lows // slots_a_page) + self._hidden_high_pages()
 
     def _fits_wide(self, request: Request) -> bool:
