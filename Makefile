@@ -39,12 +39,13 @@ lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
 
-# Two runs: TRITON_INTERPRET is read when triton is imported, so the kernels need a process of their own.
+# Two runs: TRITON_INTERPRET is read when triton is imported, so the kernels need a process of their own. Two workers: a
+# test uses one thread.
 test: lint ## lint, then every test that needs no GPU
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/kernels
 	$(BIN)/python -m doctest docs/layout.md
 	$(BIN)/python -m benchmarks.lifecycle --check
-	$(BIN)/python -m pytest tests --ignore=tests/kernels
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests --ignore=tests/kernels
 
 soak: $(STAMP) ## random load with invariant checks for SECONDS (default 600)
 	$(BIN)/python -m tests.stateful.soak --seconds $(SECONDS)
