@@ -88,3 +88,22 @@ def test_aborting_everybody_ends_the_work_and_the_next_request_is_served() -> No
     assert not engine.scheduler.has_work
     assert answers(engine, [Ask([9, 8, 7], 6)]) == [alone]
     assert_clean(engine)
+
+
+def test_an_interrupted_plan_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = answers(make_engine(4, 60, 4), [Ask([9, 8, 7], 20)])[0]
+    engine = make_engine(4, 60, 4, overlap=True)
+    name = engine.add_request([9, 8, 7], SamplingParams(max_new_tokens=20))
+    while engine.requests[name].num_unread == 0:
+        engine.step()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "plan", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    drive(engine)
+    assert engine.output(name).token_ids == expected
+    assert_clean(engine)

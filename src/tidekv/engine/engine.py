@@ -73,9 +73,8 @@ class EngineConfig:
     prefill_chunk    prompt tokens a step at most
     overlap          plan a decode step while the GPU still computes the one before; None: on CUDA
     write_through    low-priority KV goes to the host as it is produced
-    rates            what steps and the link cost; the same on every rank. With them "narrow" is scheduled by a
-    streaming
-                     budget (`NarrowScheduler`); None: the ladder alone, narrowed requests take turns by staging room
+    rates            what steps and the link cost; the same on every rank. With them "narrow" is scheduled by a budget
+                     of streaming (`NarrowScheduler`); None: the ladder alone, narrowed requests take turns by staging
     high_share       how much longer a step of high priority may take so that others get width back
     high_reads,      "exact"; or "window", LOSSY: the class reads its first page and its last `window_tokens` in every
     low_reads        layer, and what is older only in the layers that are resident (`read_modes`)
@@ -280,7 +279,7 @@ class Engine:
         """
         if not self.scheduler.has_work:
             return []
-        before, self._unread = self._unread, None
+        before = self._unread
         launched: Launched | None = None
         sampled: list[tuple[Request, int]] = []
         with self.allocator.step():
@@ -289,6 +288,7 @@ class Engine:
                 launched = self._ahead.launch(plan.work, before)
             elif plan.work:
                 sampled = self.runner.run(plan.work)
+        self._unread = None  # not sooner: what interrupts the plan must not lose tokens that are sampled already
         self._prompt_tokens += sum(n for request, n in plan.work if request.state is RequestState.PREFILL)
         ended = self._take_tokens(before.read()) if before is not None else []
         if launched is not None and self._may_stay_unread(launched):
