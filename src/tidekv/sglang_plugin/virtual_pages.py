@@ -32,6 +32,9 @@ class VirtualPages:
         self.device = device
         self.first_loc = torch.zeros(num_virtual + 1, dtype=torch.int64)
         self._first_loc: IntArray = self.first_loc.numpy()  # the same memory
+        # Which assignment gave out each id: who kept an id sees by it whether the id was given to somebody else since.
+        self.birth: IntArray = np.zeros(num_virtual + 1, dtype=np.int64)
+        self._num_births = 0
         self.clear()
 
     def clear(self) -> None:
@@ -77,6 +80,8 @@ class VirtualPages:
                 self._displaced += int((ids[others] != slots[others]).sum())
         self.num_live += len(ids)
         self._mirror = None
+        self._num_births += 1
+        self.birth[ids] = self._num_births
         return ids
 
     def _take(self, n: int) -> IntArray:
@@ -88,6 +93,11 @@ class VirtualPages:
             free = np.flatnonzero(self._first_loc[1 : self.num_physical + 1] == 0) + 1
             taken += free[::-1][: n - spare].tolist()
         return np.array(taken, dtype=np.int64)
+
+    def first_locs(self, ids: IntArray) -> IntArray:
+        """Location of the first token of each of these virtual pages (any shape); 0 for 0 and for free ids."""
+        found: IntArray = self._first_loc[ids]
+        return found
 
     def slots_of(self, ids: IntArray) -> IntArray:
         """Combined ids of these virtual pages (any shape); 0 for 0 and for free ids."""
