@@ -54,13 +54,15 @@ bench: $(STAMP) ## the benchmark tables
 	$(BIN)/python -m benchmarks.run
 
 .PHONY: sglang-demo test-sglang test-sglang-parts sglang-env sglang-model
-# SGLang in an environment of its own, on the CPU build of torch that it pins. Its own list of dependencies would bring a
-# CUDA build, so they are named here; two shims stand in for what has no CPU build.
+# SGLang in an environment of its own, which sees .venv's packages behind its own: torch (the CPU build, at the version that
+# SGLang pins) and triton are most of 2 GB. SGLang's own list of dependencies would bring a CUDA build, so they are named
+# in a file here; two shims stand in for what has no CPU build.
 SGLANG := .venv-sglang/bin
 SGLANG_STAMP := .venv-sglang/.installed
-$(SGLANG_STAMP): pyproject.toml tests/sglang/requirements.txt tests/sglang/cpu_shims.py
-	@test -n "$(PYTHON)" || { echo "error: SGLang needs Python 3.11 or 3.12. Set PYTHON=/path/to/python3.11" >&2; exit 1; }
+PACKAGES := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+$(SGLANG_STAMP): $(STAMP) pyproject.toml tests/sglang/requirements.txt tests/sglang/cpu_shims.py
 	test -x $(SGLANG)/python || "$(PYTHON)" -m venv .venv-sglang
+	$(BIN)/$(PACKAGES) > "$$($(SGLANG)/$(PACKAGES))/of-venv.pth"
 	$(SGLANG)/pip install -q torch==2.13.0
 	$(SGLANG)/pip install -q --no-deps sglang==0.5.20
 	$(SGLANG)/pip install -q -r tests/sglang/requirements.txt
@@ -68,7 +70,7 @@ $(SGLANG_STAMP): pyproject.toml tests/sglang/requirements.txt tests/sglang/cpu_s
 	$(SGLANG)/python tests/sglang/cpu_shims.py
 	@touch $@
 
-sglang-env: $(SGLANG_STAMP) ## SGLang 0.5.20 in .venv-sglang (3 GB)
+sglang-env: $(SGLANG_STAMP) ## SGLang 0.5.20 in .venv-sglang (1.2 GB)
 
 sglang-model: $(STAMP) # the packaged model, converted once into the user's cache folder
 	@$(BIN)/python -c 'from tidekv.engine.model import convert_smollm2; convert_smollm2()'

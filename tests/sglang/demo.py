@@ -57,27 +57,27 @@ def workload(num_requests: int = 12, max_tokens: int = 80) -> list[Ask]:
 
 
 def run(name: str, asks: list[Ask], model: Path, logs: Path, pool: int, tide: dict[str, str] | None = None) -> Outcome:
-    """Start a server, ask, read its counters, stop it."""
+    """Start a server, ask, stop it."""
     say(f"{name}: starting ({pool} tokens)")
     with serve(name, model, logs, pool, PAGE_SIZE if tide else 1, tide) as server:
-        say(f"{name}: up, {len(asks)} requests")
-        begin, done = time.monotonic(), 0
-
-        def count(_: int) -> None:
-            nonlocal done
-            done += 1
-            say(f"{name}: {done} of {len(asks)} answered, {time.monotonic() - begin:.0f} s")
-
-        answers = server.ask_all(asks, count)
-        seconds = time.monotonic() - begin
-        server.wait_idle()
-        return outcome(name, server, seconds, answers)
+        return ask(server, asks)
 
 
-def outcome(name: str, server: Server, seconds: float, answers: list[Answer]) -> Outcome:
-    """The server's own counters, from /metrics."""
+def ask(server: Server, asks: list[Ask]) -> Outcome:
+    """Ask a running server; what it did is read from its own counters, at /metrics."""
+    say(f"{server.name}: up, {len(asks)} requests")
+    begin, done = time.monotonic(), 0
+
+    def count(_: int) -> None:
+        nonlocal done
+        done += 1
+        say(f"{server.name}: {done} of {len(asks)} answered, {time.monotonic() - begin:.0f} s")
+
+    answers = server.ask_all(asks, count)
+    seconds = time.monotonic() - begin
+    server.wait_idle()
     return Outcome(
-        name,
+        server.name,
         seconds,
         answers,
         int(server.metric("sglang:num_retracted_requests_total")),
@@ -89,6 +89,14 @@ def outcome(name: str, server: Server, seconds: float, answers: list[Answer]) ->
 
 def say(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
+
+
+def small_pool(ample: Outcome) -> int:
+    """Tokens: 40 % of what the requests need, in whole pages."""
+    need = sum(a.prompt_tokens + a.completion_tokens for a in ample.answers)
+    small = int(SHARE * need) // PAGE_SIZE * PAGE_SIZE
+    say(f"the {len(ample.answers)} requests need {need} tokens; the small pool has {small}")
+    return small
 
 
 def table(outcomes: list[Outcome], asks: list[Ask], reference: list[Answer]) -> str:
@@ -126,9 +134,7 @@ def main() -> int:
     logs = parser.parse_args().logs.resolve()
     model, asks = model_folder(), workload()
     ample = run("ample", asks, model, logs, 16384)
-    need = sum(a.prompt_tokens + a.completion_tokens for a in ample.answers)
-    small = int(SHARE * need) // PAGE_SIZE * PAGE_SIZE
-    say(f"the 12 requests need {need} tokens; the small pool has {small}")
+    small = small_pool(ample)
     stock = run("stock", asks, model, logs, small)
     tide = run("tidekv", asks, model, logs, small, {"TIDEKV_SGLANG": "1", "TIDEKV_OVERCOMMIT": str(OVERCOMMIT)})
     print(table([ample, stock, tide], asks, ample.answers))

@@ -52,14 +52,14 @@ def soak(server: Server, num_requests: int, seed: int, at_a_time: int = 12) -> T
     plans: list[dict[str, Any]] = []
     for i in range(num_requests):
         prefix = rng.choice(shared) if rng.random() < 0.5 else ""
-        length, ignore_eos = rng.randint(1, 36), rng.random() < 0.5
+        length, ignore_eos = rng.randint(1, 24), rng.random() < 0.5
         plans.append({
             "rid": f"soak-{seed}-{i}",
-            "text": f"{prefix} {' '.join(rng.choices(WORDS, k=rng.randint(2, 70)))}",
+            "text": f"{prefix} {' '.join(rng.choices(WORDS, k=rng.randint(2, 60)))}",
             "sampling_params": {"temperature": 0, "max_new_tokens": length, "ignore_eos": ignore_eos},
             "priority": rng.choice([0, 0, 10]),
         })  # fmt: skip
-    aborts = {plan["rid"]: rng.uniform(0.05, 6.0) for plan in plans if rng.random() < 0.25}
+    aborts = {plan["rid"]: rng.uniform(0.05, 5.0) for plan in plans if rng.random() < 0.25}
     tally = Tally()
 
     def one(plan: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ pytest.importorskip("openai")
 
 import demo
 from model_folder import model_folder
-from serving import command, environment, free_port, serve
+from serving import Ask, Server, command, environment, free_port, serve
 from soak import clean_up, soak
 
 TIDE = {"TIDEKV_SGLANG": "1", "TIDEKV_OVERCOMMIT": "3.0"}
@@ -25,50 +26,83 @@ def model() -> Path:
     return model_folder()
 
 
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("servers")
+
+
+@pytest.fixture(scope="module")
+def asks() -> list[Ask]:
+    """The demo's requests with answers half as long: four servers have to give them."""
+    return demo.workload(max_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def ample(model: Path, logs: Path, asks: list[Ask]) -> demo.Outcome:
+    """Stock SGLang with memory for everything: the reference."""
+    return demo.run("ample", asks, model, logs, 16384)
+
+
+@pytest.fixture(scope="module")
+def stock(model: Path, logs: Path, asks: list[Ask], ample: demo.Outcome) -> demo.Outcome:
+    """Stock SGLang in a pool of 40 % of the need."""
+    return demo.run("stock", asks, model, logs, demo.small_pool(ample))
+
+
+@pytest.fixture(scope="module")
+def tide(model: Path, logs: Path, ample: demo.Outcome) -> Iterator[Server]:
+    """tidekv in the same pool. It serves two tests: an SGLang server takes most of a minute to start."""
+    with serve("tidekv", model, logs, demo.small_pool(ample), demo.PAGE_SIZE, TIDE) as server:
+        yield server
+
+
 @pytest.mark.timeout(1500)
-def test_demo(model: Path, tmp_path: Path) -> None:
-    """Stock retracts, tidekv does not, answers are the reference's; then widths come back and nothing has leaked."""
-    asks = demo.workload()
-    ample = demo.run("ample", asks, model, tmp_path, 16384)
-    need = sum(a.prompt_tokens + a.completion_tokens for a in ample.answers)
-    small = int(demo.SHARE * need) // demo.PAGE_SIZE * demo.PAGE_SIZE
-    stock = demo.run("stock", asks, model, tmp_path, small)
-    tide = demo.run("tidekv", asks, model, tmp_path, small, TIDE)
-    print(demo.table([ample, stock, tide], asks, ample.answers))
-    assert demo.judge(ample, stock, tide) == []
-    assert tide.restores > 0
-    log = (tmp_path / "tidekv.log").read_text()
+def test_tidekv_narrows_where_stock_retracts(
+    asks: list[Ask], ample: demo.Outcome, stock: demo.Outcome, tide: Server
+) -> None:
+    """What the demo claims: no retraction, the reference's answers; then widths come back."""
+    got = demo.ask(tide, asks)
+    print(demo.table([ample, stock, got], asks, ample.answers))
+    assert demo.judge(ample, stock, got) == []
+    assert got.restores > 0
+    log = tide.log.read_text()
     assert "Retract requests" not in log
     assert re.search(r"tidekv narrow\. width high: \d+, low: \d+, #narrow-page: [1-9]", log)
 
+
+@pytest.mark.timeout(1200)
+def test_soak_leaves_everything_clean(tide: Server) -> None:
+    """200 random requests with aborts. SGLang's leak check is on and strict; tidekv recounts its books at rest."""
+    halvings = tide.metric("tidekv:halvings_total")
+    tally = soak(tide, 200, seed=11)
+    assert tally.failed == []
+    assert tally.aborted > 10
+    assert tally.finished > 100
+    clean_up(tide)
+    assert tide.metric("tidekv:halvings_total") > halvings
+    assert tide.metric("tidekv:host_pages_used") == 0
+    assert tide.metric("tidekv:narrow_slots") == 0
+    assert tide.metric("tidekv:virtual_pages_used") == 0
+    total = re.search(r"tidekv on\. #physical-token: (\d+)", tide.log.read_text())
+    assert total is not None
+    assert tide.metric("tidekv:free_pages") == int(total[1]) // demo.PAGE_SIZE
+    tide.check_alive()
+    log = tide.log.read_text()
+    assert "leak" not in log.lower()
+    assert "Scheduler hit an exception" not in log
+
+
+@pytest.mark.timeout(900)
+def test_a_window_changes_only_low_answers(model: Path, logs: Path, asks: list[Ask], ample: demo.Outcome) -> None:
     window = TIDE | {"TIDEKV_LOW_READS": "window", "TIDEKV_WINDOW_TOKENS": "64"}
-    shorter = [replace(ask, max_tokens=32) for ask in asks]  # greedy: a shorter answer is the beginning of the longer
-    lossy = demo.run("window", shorter, model, tmp_path, small, window)
+    shorter = [replace(ask, max_tokens=20) for ask in asks]  # greedy: a shorter answer is the beginning of the longer
+    lossy = demo.run("window", shorter, model, logs, demo.small_pool(ample), window)
     assert lossy.retractions == 0
-    assert "low reads: window of 64 tokens (LOSSY)" in (tmp_path / "window.log").read_text()
+    assert "low reads: window of 64 tokens (LOSSY)" in (logs / "window.log").read_text()
     for ask, got, want in zip(asks, lossy.answers, ample.answers, strict=True):
         assert got.completion_tokens > 0
         assert ask.priority == demo.LOW or want.text.startswith(got.text)  # high is exact, always
     assert lossy.window_pages > 0
-
-
-@pytest.mark.timeout(1200)
-def test_soak_leaves_everything_clean(model: Path, tmp_path: Path) -> None:
-    with serve("soak", model, tmp_path, 1024, demo.PAGE_SIZE, TIDE) as server:
-        tally = soak(server, 200, seed=11)
-        assert tally.failed == []
-        assert tally.aborted > 10
-        assert tally.finished > 100
-        clean_up(server)
-        assert server.metric("tidekv:halvings_total") > 0
-        assert server.metric("tidekv:host_pages_used") == 0
-        assert server.metric("tidekv:narrow_slots") == 0
-        assert server.metric("tidekv:virtual_pages_used") == 0
-        assert server.metric("tidekv:free_pages") == 1024 // demo.PAGE_SIZE
-        server.check_alive()
-        log = server.log.read_text()
-    assert "leak" not in log.lower()
-    assert "Scheduler hit an exception" not in log
 
 
 @pytest.mark.timeout(600)
