@@ -14,7 +14,7 @@ from tidekv.engine.cuda_graphs import CapturedStep, DecodeGraphs
 
 def replaying(layer_num: int, pages: int, **options: Any) -> Any:
     engine = make_engine(layer_num, pages, 4, **options)
-    engine.runner.graphs = DecodeGraphs(engine.model, engine.backend, capture=False)
+    engine.runner.graphs = DecodeGraphs(engine.runner.captured_forward, engine.backend, capture=False)
     return engine
 
 
@@ -40,7 +40,7 @@ def test_narrowed_steps_give_the_same_answers(
     assert_clean(engine)
 
 
-@pytest.mark.parametrize("part", ["token_rows", "host_rows", "pages", "lists"])
+@pytest.mark.parametrize("part", ["token_dynamic", "base_rows", "slots", "dynamic", "lists"])
 def test_a_buffer_that_is_not_refilled_would_show(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted error shows in the answers, or in what is read back later."""
     load = random_load(random.Random(8), 12, 30, 40)
@@ -50,15 +50,9 @@ def test_a_buffer_that_is_not_refilled_would_show(part: str, monkeypatch: pytest
     fill, filled = CapturedStep.fill, set()
 
     def forgetful(step: CapturedStep, *args: Any) -> None:
-        buffers = step.buffers
-        lists, tables = buffers.lists, buffers.tables
-        kept = {
-            "token_rows": [tables.token_rows],
-            "host_rows": [tables.host_rows],
-            "pages": list(tables.pages),
-            "lists": [lists.src, lists.dst] if lists is not None else [],
-        }[part]
-        kept = [t for t in kept if t is not None]
+        lists = step.buffers.lists
+        copied = [lists.src, lists.dst] if lists is not None else []
+        kept = copied if part == "lists" else [step.parts[part]] if part in step.parts else []
         before = [t.clone() for t in kept]
         fill(step, *args)
         if step in filled:
@@ -67,4 +61,7 @@ def test_a_buffer_that_is_not_refilled_would_show(part: str, monkeypatch: pytest
         filled.add(step)
 
     monkeypatch.setattr(CapturedStep, "fill", forgetful)
-    assert answers(engine, load) != expected
+    try:
+        assert answers(engine, load) != expected
+    except IndexError:  # a slot of another layout lies outside the pool
+        assert part == "slots"

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 
 from tidekv.attention.flashinfer_attention import CapturedDecode, FlashInferAttention, why_not
-from tidekv.attention.page_tables import HostWrites, NarrowTables, PackedBatch
+from tidekv.attention.page_tables import HostWrites, HostWritten, NarrowTables, PackedBatch
 from tidekv.attention.sdpa import DecodeGroup, decode_groups, paged_attention_sdpa
 from tidekv.attention.step_tables import LayerTables, StepTables
 from tidekv.errors import ConfigError, InvariantError
@@ -55,7 +55,6 @@ class CapturedBuffers:
     """What a captured step reads at fixed addresses; its owner refills them before each replay."""
 
     plan: CapturedDecode | None
-    tables: StepTables
     lists: CopyLists | None
 
 
@@ -115,7 +114,7 @@ class AttentionBackend:
             self._groups = decode_groups(batch.q_lens, batch.kv_lens, batch.slots.shape[1], self.page_size)
         if captured is None and batch.host_writes is not None:
             self.count_host_writes(batch.host_writes)
-        self._tables = self.tables.build(batch) if captured is None else captured.tables
+        self._tables = self.tables.build(batch)  # a captured step builds them again at each replay
         if batch.narrow is not None:
             self.streamer.begin(batch.narrow.schedule, captured.lists if captured is not None else None)
 
@@ -177,7 +176,7 @@ class AttentionBackend:
         """From the computed K and V, not from the pool: a row of staging may be gone by the time the copy runs."""
         move.copy_rows(self.host_pool.k_flat, self.host_pool.v_flat, k, v, rows, tokens)
 
-    def count_host_writes(self, writes: HostWrites) -> None:
+    def count_host_writes(self, writes: HostWrites | HostWritten) -> None:
         """Book the new tokens of a step that go to the host; of a captured one at each replay."""
         self.host_bytes_out += writes.num_written * self.device_pool.geometry.token_bytes_per_layer
 

@@ -6,8 +6,10 @@ If nothing in the batch is narrow the ordinary table plus a constant per layer i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tidekv.errors import InvariantError
@@ -52,6 +54,58 @@ class HostWrites:
 
 
 @dataclass(frozen=True)
+class HostNarrow:
+    """`NarrowTables` before they are on the device: the same names, in numpy."""
+
+    schedule: StreamSchedule
+    level: npt.NDArray[np.int8]
+    dynamic: tuple[IntArray, ...]
+    token_level: npt.NDArray[np.int8]
+    token_dynamic: IntArray
+    leaves_out: bool
+
+
+@dataclass(frozen=True)
+class HostWritten:
+    """`HostWrites` before they are on the device."""
+
+    tokens: IntArray
+    base_rows: IntArray
+    layers: BoolArray
+    num_written: int
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """A batch as it was looked up in the ledger, on the host: `on(device)` for a step that is launched, or what fills
+    the buffers of a captured one. Fields as in `PackedBatch`; slots [B, N], locs [T] int64."""
+
+    q_lens: IntArray
+    kv_lens: IntArray
+    slots: IntArray
+    locs: IntArray
+    narrow: HostNarrow | None
+    host_writes: HostWritten | None
+
+    def on(
+        self, device: torch.device, slots: torch.Tensor | None = None, locs: torch.Tensor | None = None
+    ) -> PackedBatch:
+        """slots, locs: the same on the device, where they are there already."""
+        arrays = [np.concatenate([[0], np.cumsum(self.q_lens)]), self.kv_lens]
+        if slots is None or locs is None:
+            arrays += [self.slots, self.locs]
+        cu_q, kv_lens, *own = upload(device, arrays)
+        if slots is None or locs is None:
+            slots, locs = own[0].view(self.slots.shape), own[1]
+        return PackedBatch(
+            self.q_lens, self.kv_lens, cu_q, kv_lens, slots, locs,
+            None if self.narrow is None else _narrow_on(device, self.narrow),
+            None if self.host_writes is None else _writes_on(device, self.host_writes),
+            self,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class PackedBatch:
     """Requests packed without padding: tokens [cu_q[b], cu_q[b + 1]) are the new tokens of request b.
 
@@ -59,6 +113,7 @@ class PackedBatch:
     cu_q, kv_lens_dev [B + 1], [B] int64 on the device
     slots             [B, N] int64 on the device: combined id of each logical page, 0 beyond the end
     locs              [T] int64 on the device: encoded locations of the new tokens
+    host              the same on the host, if it was looked up there
     """
 
     q_lens: IntArray
@@ -69,6 +124,7 @@ class PackedBatch:
     locs: torch.Tensor
     narrow: NarrowTables | None
     host_writes: HostWrites | None
+    host: HostBatch | None = None
 
     @property
     def max_q(self) -> int:
@@ -84,7 +140,24 @@ def build_batch(
     windows: BoolArray | None = None,
 ) -> PackedBatch:
     """Look up what the batch needs in the ledger. Reads `slots` back from the device only if something is narrow or
-    backed.
+    backed. `windows`: as in `host_batch`."""
+    device = slots.device
+    if not ledger.any_narrow and not ledger.any_backed:
+        cu_q, kv_dev = upload(device, (np.concatenate([[0], np.cumsum(q_lens)]), kv_lens))
+        return PackedBatch(q_lens, kv_lens, cu_q, kv_dev, slots, locs, None, None)
+    found = host_batch(ledger, q_lens, kv_lens, slots.cpu().numpy(), locs.cpu().numpy(), windows)
+    return found.on(device, slots, locs)
+
+
+def host_batch(
+    ledger: Ledger,
+    q_lens: IntArray,
+    kv_lens: IntArray,
+    slots: IntArray,
+    locs: IntArray,
+    windows: BoolArray | None = None,
+) -> HostBatch:
+    """Look up what the batch needs in the ledger, for a caller that has its slots and locations on the host.
 
     Narrowed slots that have no dynamic slot yet get one, as far as staging goes; if it does not go round, the
     schedule has several parts.
@@ -92,22 +165,17 @@ def build_batch(
     windows: [B] True: the request reads a window (LOSSY). Its narrowed pages are read in their resident layers only, so
     nothing is streamed for them; [B, N]: the same, page by page; None: everybody reads everything.
     """
-    device = slots.device
-    cu_q, kv_dev = upload(device, (np.concatenate([[0], np.cumsum(q_lens)]), kv_lens))
-    if not ledger.any_narrow and not ledger.any_backed:
-        return PackedBatch(q_lens, kv_lens, cu_q, kv_dev, slots, locs, None, None)
-    host_slots, host_locs = slots.cpu().numpy(), locs.cpu().numpy()
-    token_slots = host_locs // ledger.geometry.page_size
-    return PackedBatch(
-        q_lens, kv_lens, cu_q, kv_dev, slots, locs,
-        _narrow_tables(ledger, host_slots, host_locs, device, windows),
-        _host_writes(ledger, host_locs, token_slots, device),
+    token_slots = locs // ledger.geometry.page_size
+    return HostBatch(
+        q_lens, kv_lens, slots, locs,
+        _narrow_tables(ledger, slots, locs, token_slots, windows) if ledger.any_narrow else None,
+        _host_writes(ledger, locs, token_slots),
     )  # fmt: skip
 
 
 def _narrow_tables(
-    ledger: Ledger, host_slots: IntArray, host_locs: IntArray, device: torch.device, windows: BoolArray | None
-) -> NarrowTables | None:
+    ledger: Ledger, host_slots: IntArray, host_locs: IntArray, token_slots: IntArray, windows: BoolArray | None
+) -> HostNarrow | None:
     page_size = ledger.geometry.page_size
     levels = np.where(host_slots > 0, ledger.levels_of(host_slots), 0).astype(np.int8)
     if not levels.any():
@@ -117,8 +185,8 @@ def _narrow_tables(
         unseen = windows if windows.ndim == 2 else windows[:, None]
         left_out = unseen & (levels > 0) & (ledger.dynamic_of[host_slots] == 0)
     read = np.unique(host_slots[(levels > 0) & ~left_out])
-    token_slots = host_locs // page_size
-    unstaged = token_slots[(ledger.levels_of(token_slots) > 0) & (ledger.dynamic_of[token_slots] == 0)]
+    token_level = ledger.levels_of(token_slots)
+    unstaged = token_slots[(token_level > 0) & (ledger.dynamic_of[token_slots] == 0)]
     if len(unstaged):  # its staging copy could overtake the write of its new token
         raise InvariantError(f"slot {int(unstaged[0])} gets tokens in this step, is narrow and has no staging")
     has = ledger.dynamic_of[read] > 0  # given by the allocating call: these slots receive tokens in this step
@@ -139,40 +207,47 @@ def _narrow_tables(
         ledger.num_host_pages,
     )
     dynamic = []
-    order = np.argsort(ordered)
-    if not len(ordered):  # nothing but left-out pages: one part that stages nothing
-        dynamic.append(torch.zeros(host_slots.shape, dtype=torch.int64, device=device))
-    at = np.minimum(np.searchsorted(ordered[order], host_slots), max(0, len(ordered) - 1))
-    found, index = np.zeros(host_slots.shape, dtype=np.bool_), at
     if len(ordered):
+        order = np.argsort(ordered)
+        at = np.minimum(np.searchsorted(ordered[order], host_slots), len(ordered) - 1)
         found, index = (ordered[order][at] == host_slots) & ~left_out, order[at]
-    for part in range(schedule.num_parts):
-        mine = found & (schedule.part[index] == part)
-        dynamic.append(torch.from_numpy(np.where(mine, schedule.dynamic[index], 0)).to(device, non_blocking=True))
+        for part in range(schedule.num_parts):
+            mine = found & (schedule.part[index] == part)
+            dynamic.append(np.where(mine, schedule.dynamic[index], 0))
+    else:  # nothing but left-out pages: one part that stages nothing
+        dynamic.append(np.zeros(host_slots.shape, dtype=np.int64))
     token_dynamic = ledger.dynamic_of[token_slots]
     token_dynamic = np.where(token_dynamic > 0, token_dynamic * page_size + host_locs % page_size, 0)
-    return NarrowTables(
-        schedule,
-        torch.from_numpy(schedule.position).to(device, non_blocking=True),
-        torch.from_numpy(levels).to(device, non_blocking=True),
-        tuple(dynamic),
-        torch.from_numpy(ledger.levels_of(token_slots)).to(device, non_blocking=True),
-        torch.from_numpy(token_dynamic).to(device, non_blocking=True),
-        bool(left_out.any()),
-    )
+    return HostNarrow(schedule, levels, tuple(dynamic), token_level, token_dynamic, bool(left_out.any()))
 
 
-def _host_writes(ledger: Ledger, host_locs: IntArray, token_slots: IntArray, device: torch.device) -> HostWrites | None:
-    hosts, levels = ledger.host_pages_of(token_slots), ledger.levels_of(token_slots)
+def _host_writes(ledger: Ledger, host_locs: IntArray, token_slots: IntArray) -> HostWritten | None:
+    levels = ledger.levels_of(token_slots)
     tokens = np.flatnonzero((levels > 0) | ledger.backed[token_slots])
     if not len(tokens):
         return None
-    page_size = ledger.geometry.page_size
+    page_size, hosts = ledger.geometry.page_size, ledger.host_pages_of(token_slots)
     base = hosts[tokens] * page_size + host_locs[tokens] % page_size
     layers = (ledger.resident_pos[levels[tokens]] < 0) | ledger.backed[token_slots[tokens]][:, None]  # [h, L]
-    return HostWrites(
-        torch.from_numpy(tokens).to(device, non_blocking=True),
-        torch.from_numpy(base).to(device, non_blocking=True),
-        torch.from_numpy(np.ascontiguousarray(layers.T)).to(device, non_blocking=True),
-        int(np.count_nonzero(layers)),
+    return HostWritten(tokens, base, np.ascontiguousarray(layers.T), int(np.count_nonzero(layers)))
+
+
+def _narrow_on(device: torch.device, narrow: HostNarrow) -> NarrowTables:
+    def there(array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return NarrowTables(
+        narrow.schedule,
+        there(narrow.schedule.position),
+        there(narrow.level),
+        tuple(there(part) for part in narrow.dynamic),
+        there(narrow.token_level),
+        there(narrow.token_dynamic),
+        narrow.leaves_out,
     )
+
+
+def _writes_on(device: torch.device, writes: HostWritten) -> HostWrites:
+    tokens, base_rows = upload(device, (writes.tokens, writes.base_rows))
+    layers = torch.from_numpy(writes.layers).to(device, non_blocking=True)
+    return HostWrites(tokens, base_rows, layers, writes.num_written)

@@ -9,6 +9,8 @@ the reason is logged.
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +18,15 @@ import numpy as np
 import torch
 
 from tidekv.attention.backend import AttentionBackend, CapturedBuffers
-from tidekv.attention.page_tables import HostWrites, PackedBatch
-from tidekv.attention.step_tables import StepTables
-from tidekv.engine.model import LoadedModel, forward_packed
+from tidekv.attention.page_tables import HostBatch, HostWrites, NarrowTables, PackedBatch
 
 log = logging.getLogger(__name__)
 
 # Requests a captured step holds; a batch uses the next larger one, its empty rows write to the sink page.
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 MIN_TABLE_PAGES = 16
+
+StepForward = Callable[["CapturedStep"], torch.Tensor]  # logits [size, V] of what the step's buffers hold
 
 
 @dataclass(frozen=True)
@@ -39,82 +41,140 @@ class StepShape:
 
 
 class CapturedStep:
-    """A decode step over buffers of its own, and its graph once `capture` has run."""
+    """A decode step over buffers of its own, and its graph once `capture` has run.
 
-    def __init__(self, shape: StepShape, model: LoadedModel, backend: AttentionBackend, first: PackedBatch) -> None:
+    What the host knows of a step lies in one tensor, `arena`, so that a fill is one upload; the page tables are built
+    from it by the step itself. `forward` gives logits [size, V]; it reads `input_ids` and `positions` and calls the
+    attention backend.
+    """
+
+    def __init__(
+        self, shape: StepShape, forward: StepForward, backend: AttentionBackend, first: PackedBatch | HostBatch
+    ) -> None:
         device = backend.device_pool.device
         layer_num = backend.device_pool.geometry.layer_num
         size, width = shape.size, shape.width
-
-        def ids(*dims: int) -> torch.Tensor:
-            return torch.zeros(dims, dtype=torch.int64, device=device)
-
-        self.model, self.backend = model, backend
+        self.shape, self._forward, self.backend = shape, forward, backend
         self.count = 0  # requests of the last fill
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits = torch.empty(0)
-        self.input_ids, self.positions, self.rows = ids(size), ids(size), torch.arange(size, device=device)
-        writes = None
+        self.input_ids, self.positions = (torch.zeros(size, dtype=torch.int64, device=device) for _ in range(2))
+        self.rows = torch.arange(size, device=device)
+
+        sections: dict[str, tuple[int, ...]] = {"kv_lens": (size,), "locs": (size,), "slots": (size, width)}
+        if shape.copied_layers is not None:
+            sections |= {"level": (size, width), "token_level": (size,), "token_dynamic": (size,)}
+        if shape.copied_layers:
+            sections["dynamic"] = (size, width)
         if shape.writes_to_host:
-            nothing = torch.empty(0, dtype=torch.int64, device=device)
-            writes = HostWrites(self.rows, nothing, nothing, 0)
+            sections |= {"base_rows": (size,), "layers": (layer_num, size)}
+        self._sections = sections
+        self._ends = np.cumsum([math.prod(dims) for dims in sections.values()]).tolist()
+        self.arena = torch.zeros(self._ends[-1], dtype=torch.int64, device=device)
+        self.parts = self._split(self.arena)
+        self.parts["kv_lens"].fill_(1)
+
+        def small(name: str, dtype: torch.dtype) -> torch.Tensor | None:
+            return torch.zeros(sections[name], dtype=dtype, device=device) if name in sections else None
+
+        # What kernels take in fewer bits, narrowed by the step itself.
+        self._casts = {
+            "level": small("level", torch.int8),
+            "token_level": small("token_level", torch.int8),
+            "layers": small("layers", torch.bool),
+        }
         self.batch = PackedBatch(
             q_lens=np.ones(size, dtype=np.int64),
             kv_lens=np.ones(size, dtype=np.int64),
             cu_q=torch.arange(size + 1, device=device),
-            kv_lens_dev=torch.ones(size, dtype=torch.int64, device=device),
-            slots=ids(size, width),
-            locs=ids(size),
-            narrow=first.narrow,  # of it only the layers that have copies are read
-            host_writes=writes,
+            kv_lens_dev=self.parts["kv_lens"],
+            slots=self.parts["slots"],
+            locs=self.parts["locs"],
+            narrow=self._static_narrow(first),
+            host_writes=self._static_writes(),
         )
-        narrow = first.narrow is not None
         self.buffers = CapturedBuffers(
             # A context that leaves pages out is read by our own kernel, which needs no plan.
             None if shape.leaves_out else backend.captured_decode(size, width),
-            StepTables(
-                (ids(layer_num, size, width),) if narrow else (),
-                ids(layer_num, size) if narrow else None,
-                ids(layer_num, size) if shape.writes_to_host else None,
-            ),
-            backend.copy_lists if narrow else None,
+            backend.copy_lists if shape.copied_layers is not None else None,
         )
 
-    def fill(self, batch: PackedBatch, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
+    def _split(self, arena: torch.Tensor) -> dict[str, torch.Tensor]:
+        begins = [0, *self._ends]
+        return {
+            name: arena[begin:end].view(dims)
+            for (name, dims), begin, end in zip(self._sections.items(), begins, self._ends, strict=False)
+        }
+
+    def _static_narrow(self, first: PackedBatch | HostBatch) -> NarrowTables | None:
+        level, token_level = self._casts["level"], self._casts["token_level"]
+        if first.narrow is None or level is None or token_level is None:
+            return None
+        schedule = first.narrow.schedule  # of it only the layers that have copies are read, and their cells
+        dynamic = self.parts.get("dynamic")
+        return NarrowTables(
+            schedule,
+            torch.from_numpy(schedule.position).to(self.arena.device),
+            level,
+            (torch.zeros(level.shape, dtype=torch.int64, device=self.arena.device) if dynamic is None else dynamic,),
+            token_level,
+            self.parts["token_dynamic"],
+            self.shape.leaves_out,
+        )
+
+    def _static_writes(self) -> HostWrites | None:
+        layers = self._casts["layers"]
+        return None if layers is None else HostWrites(self.rows, self.parts["base_rows"], layers, 0)
+
+    def fill(self, batch: PackedBatch | HostBatch, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Put a batch of this shape, or fewer requests, into the buffers, behind what has read them."""
-        static, tables, count = self.batch, self.buffers.tables, len(batch.q_lens)
-        columns = batch.slots.shape[1]  # those beyond a row's end are not read
-        now = self.backend.tables.build(batch)
-        if count < self.count:  # rows that were in use become padding again
-            for rows in (static.locs, static.slots):
-                rows[count:].zero_()
-            static.kv_lens_dev[count:].fill_(1)
-            for page_table in tables.pages:
-                page_table[:, count:].zero_()
-            if tables.token_rows is not None:
-                tables.token_rows[:, count:].zero_()
-        self.count = count
-        static.kv_lens[:count], static.kv_lens[count:] = batch.kv_lens, 1
+        count = len(batch.q_lens)
+        host = batch if isinstance(batch, HostBatch) else batch.host
         self.input_ids[:count].copy_(input_ids)
         self.positions[:count].copy_(positions)
-        static.locs[:count].copy_(batch.locs)
-        static.slots[:count, :columns].copy_(batch.slots)
-        static.kv_lens_dev[:count].copy_(batch.kv_lens_dev)
-        for target, source in zip(tables.pages, now.pages, strict=True):
-            target[:, :count, :columns].copy_(source)
-        if tables.token_rows is not None and now.token_rows is not None:
-            tables.token_rows[:, :count].copy_(now.token_rows)
-        if tables.host_rows is not None and now.host_rows is not None and batch.host_writes is not None:
-            tables.host_rows.fill_(-1)
-            tables.host_rows.index_copy_(1, batch.host_writes.tokens, now.host_rows)
+        static = self.batch
+        static.kv_lens[:count], static.kv_lens[count:] = batch.kv_lens, 1
+        if host is not None:
+            self._fill_arena(host)
+        elif isinstance(batch, PackedBatch):  # at full width: all of it is on the device, or nearly
+            if count < self.count:  # rows that were in use become padding again
+                self.parts["locs"][count:].zero_()
+                self.parts["slots"][count:].zero_()
+                self.parts["kv_lens"][count:].fill_(1)
+            self.parts["locs"][:count].copy_(batch.locs)
+            self.parts["slots"][:count, : batch.slots.shape[1]].copy_(batch.slots)
+            self.parts["kv_lens"][:count].copy_(batch.kv_lens_dev)
+        self.count = count
         if self.buffers.lists is not None and batch.narrow is not None:
             self.buffers.lists.fill(batch.narrow.schedule)
 
+    def _fill_arena(self, host: HostBatch) -> None:
+        """One upload; what is not set is padding, which reads and writes the sink."""
+        count, columns = host.slots.shape  # columns beyond a row's end are not read
+        staged = torch.zeros(self.arena.numel(), dtype=torch.int64, pin_memory=self.arena.is_cuda)
+        part = {name: tensor.numpy() for name, tensor in self._split(staged).items()}
+        part["kv_lens"][:count], part["kv_lens"][count:] = host.kv_lens, 1
+        part["locs"][:count] = host.locs
+        part["slots"][:count, :columns] = host.slots
+        narrow, writes = host.narrow, host.host_writes
+        if narrow is not None:
+            part["level"][:count, :columns] = narrow.level
+            part["token_level"][:count], part["token_dynamic"][:count] = narrow.token_level, narrow.token_dynamic
+            if "dynamic" in part:
+                part["dynamic"][:count, :columns] = narrow.dynamic[0]
+        if writes is not None:
+            part["base_rows"][writes.tokens] = writes.base_rows
+            part["layers"][:, writes.tokens] = writes.layers
+        self.arena.copy_(staged, non_blocking=True)
+
     def forward(self) -> torch.Tensor:
         """Logits [size, V] of what the buffers hold, launch by launch."""
+        for name, narrowed in self._casts.items():
+            if narrowed is not None:
+                narrowed.copy_(self.parts[name])  # to bool: what is not 0
         self.backend.begin(self.batch, self.buffers)
         try:
-            return forward_packed(self.model.model, self.input_ids, self.positions, self.rows, self.backend)
+            return self._forward(self)
         finally:
             self.backend.end()
 
@@ -127,7 +187,8 @@ class CapturedStep:
             self.forward()
         torch.cuda.current_stream(device).wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=memory_pool):
+        # Other threads of the process may go on calling CUDA: only this one must keep to what can be captured.
+        with torch.cuda.graph(self.graph, pool=memory_pool, capture_error_mode="thread_local"):
             self.logits = self.forward()
 
     def replay(self) -> torch.Tensor:
@@ -147,27 +208,26 @@ class DecodeGraphs:
     capture: False runs the same steps over the same buffers launch by launch; it is how the CPU tests them.
     """
 
-    def __init__(self, model: LoadedModel, backend: AttentionBackend, *, capture: bool = True) -> None:
-        self.model = model
+    def __init__(self, forward: StepForward, backend: AttentionBackend, *, capture: bool = True) -> None:
         self.backend = backend
         self.replays = self.narrow_replays = self.eager_decodes = 0
+        self._forward = forward
         self._captured: dict[StepShape, CapturedStep] = {}
         self._wanted: set[StepShape] = set()
         self._memory_pool: Any = torch.cuda.graph_pool_handle() if capture else None
         self._reported: set[str] = set()
 
-    def run(self, batch: PackedBatch, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+    def run(
+        self, batch: PackedBatch | HostBatch, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor | None:
         """Logits [B, V] of a decode step, valid until the next call; None if this step cannot be replayed.
 
         input_ids, positions: [B] int64 on the device, one token a request.
         """
         shape = self._shape(batch)
         if isinstance(shape, str):
-            if batch.max_q == 1:
-                self.eager_decodes += 1
-                if shape not in self._reported:
-                    self._reported.add(shape)
-                    log.info("decode step not replayed from a CUDA graph: %s", shape)
+            if batch.q_lens.max(initial=0) == 1:
+                self.report_eager(shape)
             return None
         if batch.narrow is not None and shape not in self._wanted:
             self._wanted.add(shape)
@@ -175,7 +235,7 @@ class DecodeGraphs:
             return None
         step = self._captured.get(shape)
         if step is None:
-            step = self._captured[shape] = CapturedStep(shape, self.model, self.backend, batch)
+            step = self._captured[shape] = CapturedStep(shape, self._forward, self.backend, batch)
             step.fill(batch, input_ids, positions)
             if self._memory_pool is not None:
                 step.capture(self._memory_pool)
@@ -189,9 +249,16 @@ class DecodeGraphs:
         self.replays += 1
         return step.replay()[: len(batch.q_lens)]
 
-    def _shape(self, batch: PackedBatch) -> StepShape | str:
+    def report_eager(self, reason: str) -> None:
+        """A decode step runs launch by launch; each reason is logged once."""
+        self.eager_decodes += 1
+        if reason not in self._reported:
+            self._reported.add(reason)
+            log.info("decode step not replayed from a CUDA graph: %s", reason)
+
+    def _shape(self, batch: PackedBatch | HostBatch) -> StepShape | str:
         """The shape under which the step is captured, or why it is not."""
-        if batch.max_q != 1:
+        if batch.q_lens.max(initial=0) != 1:
             return "the batch has prefill chunks"
         count = len(batch.q_lens)
         if count > BATCH_SIZES[-1]:

@@ -11,7 +11,7 @@ import torch
 
 from tidekv.attention.backend import AttentionBackend
 from tidekv.attention.page_tables import PackedBatch, build_batch
-from tidekv.engine.cuda_graphs import DecodeGraphs
+from tidekv.engine.cuda_graphs import CapturedStep, DecodeGraphs
 from tidekv.engine.memory import RequestMemory
 from tidekv.engine.model import LoadedModel, forward_packed
 from tidekv.engine.read_modes import ReadModes
@@ -57,7 +57,7 @@ class Runner:
         self.read_modes = read_modes
         self.memory = memory
         self.backend = backend
-        self.graphs = DecodeGraphs(model, backend) if memory.pool.device.type == "cuda" else None
+        self.graphs = DecodeGraphs(self.captured_forward, backend) if memory.pool.device.type == "cuda" else None
 
     def run(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Compute the planned tokens; returns (request, next token) for those whose tokens are all computed."""
@@ -100,6 +100,10 @@ class Runner:
         copied = _new_event()
         copied.record()
         return Launched(finished, tokens, on_host, copied)
+
+    def captured_forward(self, step: CapturedStep) -> torch.Tensor:
+        """Logits [size, V] of a decode step that is, or is about to be, captured."""
+        return forward_packed(self.model.model, step.input_ids, step.positions, step.rows, self.backend)
 
     def _forward(
         self, batch: PackedBatch, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
