@@ -45,17 +45,17 @@ def post(server: Server, path: str, body: dict[str, Any], timeout: float = 300) 
         return text
 
 
-def soak(server: Server, num_requests: int, seed: int, at_a_time: int = 12) -> Tally:
+def soak(server: Server, num_requests: int, seed: int, at_a_time: int = 24) -> Tally:
     """Send them, `at_a_time` open at a time; a quarter is aborted by id after a random while."""
     rng = random.Random(seed)
     shared = [" ".join(rng.choices(WORDS, k=rng.randint(20, 60))) for _ in range(4)]
     plans: list[dict[str, Any]] = []
     for i in range(num_requests):
         prefix = rng.choice(shared) if rng.random() < 0.5 else ""
-        length, ignore_eos = rng.randint(1, 24), rng.random() < 0.5
+        length, ignore_eos = rng.randint(1, 28), rng.random() < 0.5
         plans.append({
             "rid": f"soak-{seed}-{i}",
-            "text": f"{prefix} {' '.join(rng.choices(WORDS, k=rng.randint(2, 60)))}",
+            "text": f"{prefix} {' '.join(rng.choices(WORDS, k=rng.randint(2, 70)))}",
             "sampling_params": {"temperature": 0, "max_new_tokens": length, "ignore_eos": ignore_eos},
             "priority": rng.choice([0, 0, 10]),
         })  # fmt: skip
