@@ -1,12 +1,12 @@
 """`DynamicPagedTokenToKVPoolAllocator`: the whole story of a layer-elastic KV cache, on one page.
 
     alloc_extend / alloc_decode / alloc
-      -> _resolve_priority            all high: one pass; all low: one pass; mixed: a high and a low group
-      -> ensure_capacity              once per group; while the demand does not fit:
+      -> _plain_slots                 the steady state: full width and enough free pages, any page does for anyone; else
+      -> ensure_capacity              once per priority in the batch; while the demand does not fit:
            -> _try_backpressure       the first rung of the ladder that applies
                 -> _halve_and_repack  A _halve_slot_width  B _merge_across_pages  C _remap_loc_holders
       -> _allocate_pages              partial slots first, then fresh pages, no static cap
-      -> alloc_extend_kernel / alloc_decode_kernel over the reordered batch, results in the caller's order
+      -> alloc_extend_kernel / alloc_decode_kernel, one launch, in the caller's order
       -> (out_indices, dynamic_indices)
 
 Deciding happens in the ledger, on the host, in a transaction; the device's part is queued and runs when the decision is
@@ -37,14 +37,27 @@ from tidekv.pressure.repack import Work
 Indices = tuple[torch.Tensor, torch.Tensor | None]
 
 
+def _num_pages(lens: IntArray, page_size: int) -> IntArray:
+    """[bs] pages that hold so many tokens each. numpy divides 64 lengths in the time of 20 shifts."""
+    if page_size & (page_size - 1):
+        return -(-lens // page_size)
+    return (lens + (page_size - 1)) >> (page_size.bit_length() - 1)
+
+
+def _opens_page(seq_lens: IntArray, page_size: int) -> BoolArray:
+    """[bs] whether token seq - 1 is the first of a page."""
+    power_of_2 = page_size & (page_size - 1) == 0
+    offset = seq_lens & (page_size - 1) if power_of_2 else seq_lens % page_size
+    opens: BoolArray = offset == 1 % page_size
+    return opens
+
+
 @dataclass(frozen=True)
 class _Batch:
-    """What `_allocate_batch` found for the kernels. `order` None: one pass. `run`: the slots as one run of the free
-    list."""
+    """What `_allocate_batch` found for the kernels."""
 
-    slots: IntArray  # new slots, in the order in which the kernel uses them
-    run: torch.Tensor | None
-    order: torch.Tensor | None  # [bs] int64: [high requests..., low requests...]
+    slots: IntArray  # new slots, request after request in the caller's order
+    is_run: bool  # they are the run of the free list that was handed out last
     last_loc: torch.Tensor
     touched: Callable[[], IntArray]  # the slots that go on being filled, by the ids they have now
 
@@ -73,10 +86,9 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
         with self._deciding() as decision:
             if not self.ensure_capacity(pages, code):
                 return None
-        slots, new_slots = self._allocate_slots(pages, code, decision.splits[code])
-        self.new_slots, self.new_order = slots, None
-        offsets = torch.arange(self.page_size, device=self.device)
-        out = (self._slots_on_device(slots, new_slots)[:, None] * self.page_size + offsets).reshape(-1)[:need_size]
+        slots, is_run = self._allocate_slots(pages, code, decision.splits[code])
+        self.new_slots = slots
+        out = self._locs_of(slots, is_run)[:need_size]
         return out, self._dynamic_indices(out, slots)
 
     def alloc_extend(
@@ -98,7 +110,7 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
         seq = contract.host_lens("seq_lens_cpu", seq_lens_cpu)
         contract.check_extend(prefix, seq, extend_num_tokens)
         page_size = self.page_size
-        new_pages = -(-seq // page_size) - -(-prefix // page_size)
+        new_pages = _num_pages(seq, page_size) - _num_pages(prefix, page_size)
         for name, tensor in (("prefix_lens", prefix_lens), ("seq_lens", seq_lens), ("last_loc", last_loc)):
             contract.check_device_vector(name, tensor, len(seq), self.device)
         if self.device.type == "cpu":
@@ -111,16 +123,17 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
         num_pages = int(np.add.reduce(new_pages))
         plain = self._plain_slots(new_pages, num_pages, is_high_priority, goes_on, last_loc)
         if plain is not None:
+            pages, run = plain
             out = assign.alloc_extend(
-                prefix_lens, seq_lens, last_loc, plain[0], extend_num_tokens, page_size, plain[1], checked=True
+                prefix_lens, seq_lens, last_loc, pages, extend_num_tokens, page_size, run=run, checked=True
             )
             return out, None
         batch = self._allocate_batch(new_pages, goes_on, last_loc, is_high_priority)
         if batch is None:
             return None
-        new_slots = self._slots_on_device(batch.slots, batch.run)
+        new_slots, run = self._slots_on_device(batch.slots, batch.is_run)
         out = assign.alloc_extend(
-            prefix_lens, seq_lens, batch.last_loc, new_slots, extend_num_tokens, page_size, batch.order, checked=True
+            prefix_lens, seq_lens, batch.last_loc, new_slots, extend_num_tokens, page_size, run=run, checked=True
         )
         return out, self._dynamic_indices(out, batch.slots, batch.touched)
 
@@ -136,7 +149,7 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
         seq_lens: [bs] int64 with the new token counted in; last_loc: [bs] int64, the location of the token before it.
         """
         seq = contract.host_lens("seq_lens_cpu", seq_lens_cpu)
-        opens = seq % self.page_size == 1 % self.page_size
+        opens = _opens_page(seq, self.page_size)
         for name, tensor in (("seq_lens", seq_lens), ("last_loc", last_loc)):
             contract.check_device_vector(name, tensor, len(seq), self.device)
         if self.device.type == "cpu":
@@ -144,12 +157,13 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
         num_pages = int(np.count_nonzero(opens))
         plain = self._plain_slots(opens, num_pages, is_high_priority, lambda: ~opens, last_loc)
         if plain is not None:
-            return assign.alloc_decode(seq_lens, last_loc, plain[0], self.page_size, plain[1], checked=True), None
+            pages, run = plain
+            return assign.alloc_decode(seq_lens, last_loc, pages, self.page_size, run=run, checked=True), None
         batch = self._allocate_batch(opens, lambda: ~opens, last_loc, is_high_priority)
         if batch is None:
             return None
-        new_slots = self._slots_on_device(batch.slots, batch.run)
-        out = assign.alloc_decode(seq_lens, batch.last_loc, new_slots, self.page_size, batch.order, checked=True)
+        new_slots, run = self._slots_on_device(batch.slots, batch.is_run)
+        out = assign.alloc_decode(seq_lens, batch.last_loc, new_slots, self.page_size, run=run, checked=True)
         return out, self._dynamic_indices(out, batch.slots, batch.touched)
 
     def _allocate_batch(
@@ -163,40 +177,34 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
 
         new_pages: [bs] pages that each request opens; goes_on(): [bs] those that go on filling the page of last_loc.
         """
-        is_high = self._resolve_priority(is_high_priority, len(new_pages))
-        order = None
-        if isinstance(is_high, int):
-            groups = [(is_high, int(np.add.reduce(new_pages, dtype=np.int64)))]
+        is_high: BoolArray | None = None
+        code = contract.uniform_code(is_high_priority)
+        if code is not None:
+            groups = [(code, int(np.add.reduce(new_pages, dtype=np.int64)))]
         else:
-            groups = [(HIGH, int(new_pages[is_high].sum())), (LOW, int(new_pages[~is_high].sum()))]
-            order = self._order(is_high)
+            is_high = np.repeat(contract.priority_mask(is_high_priority, len(new_pages)), new_pages)  # of each new page
+            num_high = int(np.count_nonzero(is_high))
+            groups = [(HIGH, num_high), (LOW, len(is_high) - num_high)]
 
         def touched() -> IntArray:
             # Reads last_loc: waits for the device. Only asked for when something is narrow or has to be narrowed.
             going_on = goes_on()
             return last_loc.cpu().numpy()[going_on] // self.page_size if going_on.any() else NO_SLOTS
 
-        works: list[Work] = []
-        splits = self._plain_pages(groups)
-        if splits is None:
-            with self._deciding(touched) as decision:
-                for code, pages_needed in groups:
-                    if not self.ensure_capacity(pages_needed, code):
-                        return None
-            splits, works = decision.splits, decision.works
+        with self._deciding(touched) as decision:
+            for code, pages_needed in groups:
+                if not self.ensure_capacity(pages_needed, code):
+                    return None
+        splits, works = decision.splits, decision.works
         carried = last_loc
         for work in works:
             if work.lookup is not None:  # the caller read last_loc before this call: carry it along
                 carried = self.loc_holders.remapped(carried, work.lookup)
-        self.ledger.free_list.reserve(sum(split.fresh_pages for split in splits.values()))
-        parts = [self._allocate_slots(pages, code, splits[code]) for code, pages in groups]
-        if len(parts) == 1:
-            slots, run = parts[0]
-        else:
-            slots = np.concatenate([slots for slots, _ in parts])
-            # Two runs of the free list, taken one after the other, are one run.
-            plain = all(part_run is not None for _, part_run in parts)
-            run = self._free_list_run(len(slots)) if plain else None
+        slots, is_run = self._allocate_slots(groups[0][1], groups[0][0], splits[groups[0][0]])
+        if is_high is not None:
+            high_slots, low_slots = slots, self._allocate_slots(groups[1][1], LOW, splits[LOW])[0]
+            slots, is_run = np.empty(len(is_high), dtype=np.int64), False
+            slots[is_high], slots[~is_high] = high_slots, low_slots
 
         def touched_now() -> IntArray:
             found = touched()
@@ -204,10 +212,10 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
                 found = found if work.lookup is None else work.lookup[found]
             return found
 
-        self.new_slots, self.new_order = slots, order
+        self.new_slots = slots
         if self._in_step:
             self._written.append((lambda: np.concatenate([slots, touched_now()]), len(self._lookups)))
-        return _Batch(slots, run, order, carried, touched_now)
+        return _Batch(slots, is_run, carried, touched_now)
 
     def _plain_slots(
         self,
@@ -216,63 +224,30 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
         is_high_priority: Priorities,
         goes_on: Callable[[], BoolArray],
         last_loc: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    ) -> tuple[torch.Tensor, tuple[int, int]] | None:
         """The steady state, in a few microseconds: full width everywhere and enough free pages. Else None: decide.
 
-        Returns (slots on the device, order or None for one pass). The slots are one run of the free list, which the
-        device mirrors, so only the order of a mixed batch is uploaded.
+        Returns (the device's mirror of the free list, the run of it that these requests take). At full width one free
+        page is as good as another, so a mixed batch takes them in the caller's order too: only the books tell high from
+        low, and nothing is uploaded.
         """
         ledger = self.ledger
-        if self._decision is not None or self.write_through or not ledger.at_full_width:
+        if self._decision is not None or not ledger.at_full_width or num_pages > ledger.num_free_pages:
             return None
-        if num_pages > ledger.num_free_pages:
-            return None
-        is_high = self._resolve_priority(is_high_priority, len(new_pages))
-        order = None if isinstance(is_high, int) else self._order(is_high)
+        codes = contract.codes_of_new_pages(is_high_priority, new_pages, num_pages)
         slots = NO_SLOTS
         if num_pages:
-            ledger.free_list.reserve(num_pages)
-            if isinstance(is_high, int):
-                slots = ledger.open_pages(is_high, num_pages)
-            else:
-                num_high = int(np.add.reduce(new_pages[is_high], dtype=np.int64))
-                slots = ledger.open_mixed(num_high, num_pages - num_high)
-        self.new_slots, self.new_order = slots, order
+            slots = ledger.open_pages(codes, num_pages)
+            low = slots[np.full(num_pages, codes) == LOW] if self.write_through else NO_SLOTS
+            if len(low):
+                ledger.write_through(low)
+        self.new_slots = slots
         if self._in_step:
             page_size = self.page_size
             self._written.append((
                 lambda: np.concatenate([slots, last_loc.cpu().numpy()[goes_on()] // page_size]), len(self._lookups)
             ))  # fmt: skip
-        return self._free_list_run(num_pages), order
-
-    def _order(self, is_high: BoolArray) -> torch.Tensor:
-        """[bs] int64 on the device: requests of high priority, then those of low, each in the caller's order."""
-        order = np.argsort(~is_high, kind="stable")
-        return torch.from_numpy(order).to(self.device, non_blocking=True)
-
-    def _plain_pages(self, groups: list[tuple[int, int]]) -> dict[int, AllocationSplit] | None:
-        """The usual case, without a transaction: full width everywhere and enough free pages. Else None: decide."""
-        ledger = self.ledger
-        if self._decision is not None or not ledger.at_full_width:
-            return None
-        if sum(pages for _, pages in groups) > ledger.num_free_pages:
-            return None
-        return {code: AllocationSplit(0, pages, 0) for code, pages in groups}
-
-    def _resolve_priority(self, is_high_priority: Priorities, bs: int) -> int | BoolArray:
-        """HIGH or LOW when the whole batch is one of them, else a mask [bs], True for high."""
-        if is_high_priority is None or isinstance(is_high_priority, bool):
-            return LOW if is_high_priority is False else HIGH
-        if isinstance(is_high_priority, torch.Tensor):
-            if is_high_priority.dtype != torch.bool:
-                raise ConfigError(f"is_high_priority must be a bool tensor, got {is_high_priority.dtype}")
-            mask: BoolArray = is_high_priority.cpu().numpy()
-        else:
-            mask = np.fromiter(is_high_priority, dtype=np.bool_)
-        if mask.shape != (bs,):
-            raise ConfigError(f"is_high_priority must have one entry for each of {bs} requests, got shape {mask.shape}")
-        num_high = np.count_nonzero(mask)
-        return HIGH if num_high == bs else mask if num_high else LOW
+        return self._free_list_run(num_pages)
 
     def _allocate_pages(self, num_pages: int, priority_code: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`num_pages` slots, partial ones first -> (page_ids [n], slot_starts [n]) int64. Capacity must have been
@@ -283,29 +258,36 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
         slots = torch.from_numpy(self._allocate_slots(num_pages, priority_code, split)[0]).to(self.device)
         return slots % self.geometry.page_stride, slots // self.geometry.page_stride + 1
 
-    def _allocate_slots(
-        self, num_slots: int, code: int, split: AllocationSplit
-    ) -> tuple[IntArray, torch.Tensor | None]:
-        """`_allocate_pages` in combined ids, on the host; and, where they are one run of the free list, its device
-        slice."""
+    def _allocate_slots(self, num_slots: int, code: int, split: AllocationSplit) -> tuple[IntArray, bool]:
+        """`_allocate_pages` in combined ids, on the host; and whether they are the run of the free list that was handed
+        out last."""
         ledger = self.ledger
         slots = ledger.allocate(code, num_slots, split)
         if ledger.any_narrow and not ledger.used[DYNAMIC]:
             ledger.grow_staging(1)
         if self.write_through and code == LOW:
             ledger.write_through(slots)
-        one_run = split.fresh_pages == num_slots and not ledger.level[code]
-        return slots, (self._free_list_run(num_slots) if one_run else None)
+        return slots, split.fresh_pages == num_slots and not ledger.level[code]
 
-    def _slots_on_device(self, slots: IntArray, run: torch.Tensor | None) -> torch.Tensor:
-        return torch.from_numpy(slots).to(self.device, non_blocking=True) if run is None else run
+    def _slots_on_device(self, slots: IntArray, is_run: bool) -> tuple[torch.Tensor, tuple[int, int]]:
+        """A tensor on the device and the run of it that is `slots`."""
+        if is_run:
+            return self._free_list_run(len(slots))
+        return torch.from_numpy(slots).to(self.device, non_blocking=True), (0, len(slots))
 
-    def _free_list_run(self, n: int) -> torch.Tensor:
-        """The `n` page ids that the ledger has just handed out, from the device's mirror of the free list: no copy."""
+    def _locs_of(self, slots: IntArray, is_run: bool) -> torch.Tensor:
+        """[len(slots) * page_size] all locations of these slots, in their order."""
+        there, (first, count) = self._slots_on_device(slots, is_run)
+        offsets = torch.arange(self.page_size, device=self.device)
+        return (there[first : first + count, None] * self.page_size + offsets).reshape(-1)
+
+    def _free_list_run(self, n: int) -> tuple[torch.Tensor, tuple[int, int]]:
+        """The `n` page ids that the ledger has just handed out, as a run of the device's mirror of the free list: no
+        copy, and no slice, which would cost as much as the rest of the call."""
         pages = self.ledger.free_list
         if self._device_free_list[0] != pages.version:
             self._device_free_list = (pages.version, torch.from_numpy(pages.pages).to(self.device, non_blocking=True))
-        return self._device_free_list[1][pages.head - n : pages.head]
+        return self._device_free_list[1], (pages.head - n, n)
 
     def _dynamic_indices(
         self, out: torch.Tensor, new_slots: IntArray, touched: Callable[[], IntArray] = lambda: NO_SLOTS
@@ -691,8 +673,7 @@ class DynamicPagedTokenToKVPoolAllocator(PagedPoolState):
         if self.ledger.any_narrow and not self.ledger.used[DYNAMIC]:
             self.ledger.grow_staging(1)
         self._apply(work)
-        offsets = torch.arange(self.page_size, device=self.device)
-        return (self._slots_on_device(slots, None)[:, None] * self.page_size + offsets).reshape(-1)
+        return self._locs_of(slots, False)
 
     @contextmanager
     def step(self) -> Iterator[None]:

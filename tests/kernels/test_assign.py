@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tidekv.errors import ConfigError
-from tidekv.kernels import assign
 from tidekv.kernels.assign import alloc_decode, alloc_extend
 
 
@@ -88,16 +87,24 @@ def test_decode_matches_one_token_at_a_time(backend, device, bs, page_size):
         assert out.tolist() == expected
 
 
-def test_extend_sums_over_more_than_one_chunk_of_requests(backend, device, monkeypatch):
-    # Each request has one token on its own page; the last programs must add a second chunk of the batch.
-    # The interpreter takes 40 ms a program, so there the chunk is made 32 requests long instead of the batch 1030.
-    if device == "cpu":
-        monkeypatch.setattr(assign, "_BLOCK_REQUESTS", 32)
+def test_extend_of_a_large_batch_in_another_order(backend, device):
+    # Each request has one token on its own page. 1,030 requests are 2,048 lanes with 8 warps; the interpreter takes 40
+    # ms a request.
     bs = 1030 if device == "cuda" else 70
     zeros, ones = torch.zeros(bs, dtype=torch.int64, device=device), torch.ones(bs, dtype=torch.int64, device=device)
     slots = torch.arange(1, bs + 1, device=device)
     order = torch.arange(bs - 1, -1, -1, device=device)
     assert torch.equal(alloc_extend(zeros, ones, zeros, slots, bs, 4, order, backend=backend), slots.flip(0) * 4)
+
+
+def test_a_run_of_a_longer_list_of_slots(backend, device):
+    args = [int64(x, device) for x in ([9, 7, 1], [15, 21, -1], [99, 98, 5, 47, 97])]
+    assert alloc_decode(*args, 4, run=(2, 2), backend=backend).tolist() == [20, 22, 188]
+    args = [int64(x, device) for x in ([6, 0, 4], [11, 5, 4], [13, -1, 31], [99, 7, 47, 2, 98])]
+    out = alloc_extend(*args, 10, 4, run=(1, 3), backend=backend)
+    assert out.tolist() == [14, 15, 28, 29, 30, 188, 189, 190, 191, 8]
+    with pytest.raises(ConfigError, match=r"run must be \(first, count\) within the 5 new_slots, got \(3, 3\)"):
+        alloc_extend(*args, 10, 4, run=(3, 3), backend=backend)
 
 
 def test_empty_batches(backend, device):

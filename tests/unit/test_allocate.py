@@ -1,10 +1,12 @@
 """What an allocation returns: locations, order, staging. Numbers for L = 8, P = 10, page_size = 4: page_stride 11."""
 
+import numpy as np
 import pytest
 import torch
 
 from cache_cases import DYNAMIC, HIGH, LOW, decode, extend, new_request
 from oracle import make_allocator
+from tidekv.memory import contract
 
 
 def test_full_width_is_an_ordinary_paged_pool():
@@ -28,35 +30,50 @@ def test_full_width_is_an_ordinary_paged_pool():
     a.check()
 
 
-def test_priorities_resolve_to_one_pass_or_two_groups():
-    a = make_allocator()
-    assert a._resolve_priority(None, 2) == HIGH
-    assert a._resolve_priority(True, 2) == HIGH
-    assert a._resolve_priority(False, 2) == LOW
-    assert a._resolve_priority([True, True], 2) == HIGH
-    assert a._resolve_priority(torch.tensor([False, False]), 2) == LOW
-    assert a._resolve_priority(iter([True, False]), 2).tolist() == [True, False]
-    assert a._resolve_priority([], 0) == HIGH
+@pytest.mark.parametrize("form", [list, tuple, iter, torch.tensor])
+def test_each_new_page_gets_the_code_of_its_request(form):
+    """Catches: a request that opens two pages or none shifting the codes of those behind it."""
+    is_high = [False, True, True, False] * 8
+    several, opens = np.array([2, 0, 1, 3] * 8), np.array([True, False, True, False] * 8)
+    assert contract.codes_of_new_pages(form(is_high), several, 48).tolist() == [LOW, LOW, HIGH, LOW, LOW, LOW] * 8
+    assert contract.codes_of_new_pages(form(is_high), opens, 16).tolist() == [LOW, HIGH] * 8
+    few = np.arange(32) == 5  # so few that only their entries of a list are read
+    assert contract.codes_of_new_pages(form(is_high), few, 1) in ([HIGH], np.array([HIGH]))
+    assert [contract.codes_of_new_pages(one, several, 48) for one in (None, True, False)] == [HIGH, HIGH, LOW]
+
+
+def codes_of(allocator, locs):
+    """Priority code of the page of each location."""
+    return allocator.ledger.page_code[(locs // 4 % 11).numpy()].tolist()
 
 
 @pytest.mark.parametrize("form", [list, torch.tensor])
-def test_a_mixed_batch_equals_two_calls_in_the_callers_order(form):
-    """Catches: results in the group's order, pages of one group given to the other, wrong page counts."""
+@pytest.mark.parametrize("write_through", [False, True])
+def test_a_mixed_batch_is_one_pass_over_the_free_list_in_the_callers_order(form, write_through):
+    """Catches: results in the group's order, a page booked for the other class, wrong page counts."""
     lens, is_high = [(0, 5), (0, 4), (0, 9), (0, 1)], [False, True, False, True]
-    mixed, parts = make_allocator(), make_allocator()
-    out, dynamic = extend(mixed, lens, [-1] * 4, form(is_high))
+    a = make_allocator(write_through=write_through)
+    out, dynamic = extend(a, lens, [-1] * 4, form(is_high))
     assert dynamic is None
-    high, _ = extend(parts, [lens[1], lens[3]], [-1] * 2, True)
-    low, _ = extend(parts, [lens[0], lens[2]], [-1] * 2, False)
-    assert torch.equal(out, torch.cat([low[:5], high[:4], low[5:], high[4:]]))
-    assert (mixed.high_used, mixed.low_used) == (parts.high_used, parts.low_used) == (2, 5)
-    # Decode: requests 1 and 2 go on in their pages or need new ones.
-    last = [int(out[i]) for i in (4, 8, 17, 18)]
-    step, _ = decode(mixed, [6, 5, 10, 2], last, form(is_high))
-    high, _ = decode(parts, [5, 2], [last[1], last[3]], True)
-    low, _ = decode(parts, [6, 10], [last[0], last[2]], False)
-    assert torch.equal(step, torch.stack([low[0], high[0], low[1], high[1]]))
-    mixed.check()
+    assert out.tolist() == [*range(4, 9), *range(12, 16), *range(16, 25), 28]  # pages 1, 2 | 3 | 4, 5, 6 | 7
+    assert codes_of(a, out) == [LOW] * 5 + [HIGH] * 4 + [LOW] * 9 + [HIGH]
+    assert (a.high_used, a.low_used) == (2, 5)
+    assert a.new_slots.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    # Decode: requests 0, 2 and 3 go on in their pages, request 1 opens page 8.
+    step, _ = decode(a, [6, 5, 10, 2], [int(out[i]) for i in (4, 8, 17, 18)], form(is_high))
+    assert step.tolist() == [9, 32, 25, 29]
+    assert codes_of(a, step) == [LOW, HIGH, LOW, HIGH]
+    assert np.flatnonzero(a.ledger.backed).tolist() == ([1, 2, 4, 5, 6] if write_through else [])
+    a.check()
+
+
+def test_a_mixed_batch_beside_narrow_slots_is_in_the_callers_order_too():
+    """Low takes its partial slot, high a fresh page: each request must find its own."""
+    a = narrow_low()  # page 1 cut to slots at 1 (occupied) and 5 (partial); page 2 is staging
+    out, _ = extend(a, [(0, 4), (0, 6), (0, 2)], [-1] * 3, [True, False, True])
+    assert a.new_slots.tolist() == [3, 1 + 4 * 11, 5, 4]  # high page 3 | low slot 5 of page 1, new page 5 | high page 4
+    assert [a.geometry.decode(int(loc))[:2] for loc in out[[0, 4, 8, 10]]] == [(3, 1), (1, 5), (5, 1), (4, 1)]
+    a.check()
 
 
 def narrow_low(low_pages: int = 1, **options):

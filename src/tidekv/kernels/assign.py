@@ -23,24 +23,24 @@ from tidekv.kernels import (
     check_positive,
     check_tensor,
     next_power_of_2,
-    on_device,
     require,
     tl,
     triton,
     use_triton,
 )
+from tidekv.kernels.launch import Launcher
 
-# A cumulative sum reads the batch in chunks of at most this many: 4 at bs = 4096. Smaller batches use a kernel of their
-# own power of two. page_size is a constant too: a division by a run-time int64 costs more than all the rest.
+# A decode batch is scanned in blocks of at most this many: 4 at bs = 4096. Smaller batches, and all of extend, use a
+# kernel of their own power of two. page_size is a constant too: a division by a run-time int64 costs more than all the
+# rest. Nothing else is specialised: the new slots start anywhere in the free list, and a kernel compiled for each
+# alignment would be compiled in the middle of serving.
 _BLOCK_REQUESTS = 1024
 _BLOCK_TOKENS = 1024
+_REQUESTS_A_WARP = 64  # of a decode: small batches need no sum across warps, large ones are not left to four warps
+_MAX_TOKENS = 2**31 - 1  # of one extend; see the packed sum of its kernel
 
 
-def _block_requests(bs: int) -> int:
-    return max(16, min(_BLOCK_REQUESTS, next_power_of_2(bs)))
-
-
-@triton.jit
+@triton.jit(do_not_specialize=list(range(10)))
 def alloc_extend_kernel(
     prefix_lens,
     seq_lens,
@@ -49,6 +49,7 @@ def alloc_extend_kernel(
     order,
     out,
     bs,
+    first_slot,
     num_new_slots,
     num_tokens,
     PAGE_SIZE: tl.constexpr,
@@ -62,38 +63,44 @@ def alloc_extend_kernel(
     request = turn.to(tl.int64)
     if HAS_ORDER:
         request = tl.load(order + turn)
-    out_start = tl.zeros((), dtype=tl.int64)
-    slot_start = tl.zeros((), dtype=tl.int64)
-    for chunk in range(0, bs, BLOCK_BS):
-        k = chunk + tl.arange(0, BLOCK_BS)
-        before_me = (k < bs) & (k < request)
-        prefix_k = tl.load(prefix_lens + k, mask=before_me, other=0)
-        seq_k = tl.load(seq_lens + k, mask=before_me, other=0)
-        out_start += tl.sum(seq_k - prefix_k)
-        earlier = (k < bs) & (k < turn)
-        if HAS_ORDER:
-            who = tl.load(order + k, mask=earlier, other=0)
-            prefix_k = tl.load(prefix_lens + who, mask=earlier, other=0)
-            seq_k = tl.load(seq_lens + who, mask=earlier, other=0)
-        slot_start += tl.sum((seq_k + PAGE_SIZE - 1) // PAGE_SIZE - (prefix_k + PAGE_SIZE - 1) // PAGE_SIZE)
-
+    k = tl.arange(0, BLOCK_BS)
+    writes_earlier = (k < bs) & (k < request)
+    prefix_k = tl.load(prefix_lens + k, mask=writes_earlier, other=0)
+    seq_k = tl.load(seq_lens + k, mask=writes_earlier, other=0)
+    # Asked for before the sum, so that one wait for memory serves both.
     prefix = tl.load(prefix_lens + request)
     seq = tl.load(seq_lens + request)
     last = tl.load(last_loc + request)
-    first_new_page = (prefix + PAGE_SIZE - 1) // PAGE_SIZE
+    tokens = seq_k - prefix_k
+    if HAS_ORDER:
+        takes_earlier = (k < bs) & (k < turn)
+        who = tl.load(order + k, mask=takes_earlier, other=0)
+        prefix_k = tl.load(prefix_lens + who, mask=takes_earlier, other=0)
+        seq_k = tl.load(seq_lens + who, mask=takes_earlier, other=0)
+    slots = (seq_k + PAGE_SIZE - 1) // PAGE_SIZE - (prefix_k + PAGE_SIZE - 1) // PAGE_SIZE
+    # Tokens in the upper half, slots in the lower: one sum across the warps instead of two. Both stay below 2**31.
+    before_me = tl.sum((tokens << 32) + slots)
+    out_start = before_me >> 32
+    slot_start = before_me & 0xFFFFFFFF
+
     length = (seq - prefix).to(tl.int32)
+    # Tokens that the last page still takes; from there on 32 bits do, and unsigned division is a shift.
+    rest = ((prefix + PAGE_SIZE - 1) // PAGE_SIZE * PAGE_SIZE - prefix).to(tl.int32)
     for start in range(tl.program_id(1) * BLOCK_T, length, tl.num_programs(1) * BLOCK_T):
-        t = start + tl.arange(0, BLOCK_T).to(tl.int64)
-        pos = prefix + t
+        t = start + tl.arange(0, BLOCK_T)
         # The bounds on slots and tokens guard memory against host counts that disagree with the lens; the host's own
         # counts are checked elsewhere.
-        inside = (pos < seq) & (out_start + t < num_tokens)
-        page = pos // PAGE_SIZE
-        in_new = page >= first_new_page
-        slot_index = slot_start + page - first_new_page
-        slot = tl.load(new_slots + slot_index, mask=inside & in_new & (slot_index < num_new_slots), other=0)
+        inside = (t < length) & (out_start + t < num_tokens)
+        in_new = t >= rest
+        pos = (t - rest).to(tl.uint32)
+        slot_index = slot_start + pos // PAGE_SIZE
+        is_there = inside & in_new & (slot_index < num_new_slots)
+        slot = tl.load(new_slots + first_slot + slot_index, mask=is_there, other=0)
         loc = tl.where(in_new, slot * PAGE_SIZE + pos % PAGE_SIZE, last + 1 + t)
         tl.store(out + out_start + t, loc, mask=inside)
+
+
+_extend = Launcher(alloc_extend_kernel)
 
 
 def alloc_extend_ref(
@@ -138,6 +145,7 @@ def alloc_extend(
     page_size: int,
     order: Tensor | None = None,
     *,
+    run: tuple[int, int] | None = None,
     backend: Backend = "auto",
     checked: bool = False,
 ) -> Tensor:
@@ -152,6 +160,7 @@ def alloc_extend(
         num_tokens: the sum of seq - prefix. The host knows it, so nothing waits for the device.
         page_size: tokens a page.
         order: [bs] int64, a permutation: who takes slots first. None: in the caller's order.
+        run: (first, count): only that run of `new_slots` is used. A slice costs the host as much as two `torch.empty`.
         checked: the caller vouches for the arguments; the checks take longer than the launch.
     Returns:
         [num_tokens] int64, request after request in the caller's order.
@@ -160,58 +169,45 @@ def alloc_extend(
 
     Example: page_size 4, prefix 6, seq 11, last_loc 13 (page 3, offset 1), new_slots [7] -> 14, 15, 28, 29, 30.
     """
-    if checked and not last_loc.is_cuda:
-        return alloc_extend_ref(prefix_lens, seq_lens, last_loc, new_slots, num_tokens, page_size, order)
-    if checked:
-        return _launch_extend(prefix_lens, seq_lens, last_loc, new_slots, num_tokens, page_size, order)
-    _check_batch(last_loc, new_slots, page_size, order, prefix_lens=prefix_lens, seq_lens=seq_lens)
-    require(num_tokens >= 0, lambda: f"num_tokens must not be negative, got {num_tokens}")
-    operands = {
-        "prefix_lens": prefix_lens,
-        "seq_lens": seq_lens,
-        "last_loc": last_loc,
-        "new_slots": new_slots,
-        "order": order,
-    }
-    if not use_triton(alloc_extend_kernel, backend, operands):
-        return alloc_extend_ref(prefix_lens, seq_lens, last_loc, new_slots, num_tokens, page_size, order)
-    return _launch_extend(prefix_lens, seq_lens, last_loc, new_slots, num_tokens, page_size, order)
-
-
-def _launch_extend(
-    prefix_lens: Tensor,
-    seq_lens: Tensor,
-    last_loc: Tensor,
-    new_slots: Tensor,
-    num_tokens: int,
-    page_size: int,
-    order: Tensor | None,
-) -> Tensor:
+    by_triton = last_loc.is_cuda
+    if not checked:
+        _check_batch(last_loc, new_slots, page_size, order, run, prefix_lens=prefix_lens, seq_lens=seq_lens)
+        require(num_tokens >= 0, lambda: f"num_tokens must not be negative, got {num_tokens}")
+        operands = {
+            "prefix_lens": prefix_lens,
+            "seq_lens": seq_lens,
+            "last_loc": last_loc,
+            "new_slots": new_slots,
+            "order": order,
+        }
+        by_triton = use_triton(alloc_extend_kernel, backend, operands)
+    first, count = (0, new_slots.numel()) if run is None else run
+    if not by_triton:
+        mine = new_slots[first : first + count]
+        return alloc_extend_ref(prefix_lens, seq_lens, last_loc, mine, num_tokens, page_size, order)
+    require(num_tokens <= _MAX_TOKENS, lambda: f"num_tokens must be at most {_MAX_TOKENS}, got {num_tokens}")
     bs = seq_lens.numel()
     out = torch.empty(num_tokens, dtype=torch.int64, device=seq_lens.device)
-    if bs and num_tokens:
-        with on_device(seq_lens):
-            # Blocks that an average request has; a longer one walks on.
-            blocks = min(64, cdiv(cdiv(num_tokens, bs), _BLOCK_TOKENS))
-            alloc_extend_kernel[(bs, blocks)](
-                prefix_lens,
-                seq_lens,
-                last_loc,
-                new_slots,
-                seq_lens if order is None else order,
-                out,
-                bs,
-                new_slots.numel(),
-                num_tokens,
-                PAGE_SIZE=page_size,
-                HAS_ORDER=order is not None,
-                BLOCK_BS=_block_requests(bs),
-                BLOCK_T=_BLOCK_TOKENS,
-            )
+    if num_tokens:
+        # Blocks that an average request has; a longer one walks on.
+        blocks = min(64, cdiv(num_tokens, bs * _BLOCK_TOKENS))
+        _extend(
+            (bs, blocks),
+            (prefix_lens, seq_lens, last_loc, new_slots, seq_lens if order is None else order, out),
+            (bs, first, count, num_tokens),
+            (page_size, order is not None, max(16, next_power_of_2(bs)), _BLOCK_TOKENS),
+            num_warps=4 if bs <= 1024 else 8,
+        )
     return out
 
 
 @triton.jit
+def _opens_page(seq, PAGE_SIZE: tl.constexpr):
+    """Token seq - 1 is the first of a page. Unsigned: the remainder by a power of two is then a mask."""
+    return (seq - 1).to(tl.uint64) % PAGE_SIZE == 0
+
+
+@triton.jit(do_not_specialize=list(range(8)))
 def alloc_decode_kernel(
     seq_lens,
     last_loc,
@@ -219,6 +215,7 @@ def alloc_decode_kernel(
     order,
     out,
     bs,
+    first_slot,
     num_new_slots,
     PAGE_SIZE: tl.constexpr,
     HAS_ORDER: tl.constexpr,
@@ -226,25 +223,27 @@ def alloc_decode_kernel(
 ):
     """One program a block of turns: counts the new pages of all earlier blocks, then scans its own."""
     block = tl.program_id(0)
-    opened = tl.zeros((), dtype=tl.int64)
-    for chunk in range(0, block):
-        k = chunk * BLOCK_BS + tl.arange(0, BLOCK_BS)
-        who = k.to(tl.int64)
-        if HAS_ORDER:
-            who = tl.load(order + k, mask=k < bs, other=0)
-        seq = tl.load(seq_lens + who, mask=k < bs, other=0)
-        opened += tl.sum(((seq - 1) % PAGE_SIZE == 0).to(tl.int64))  # whole blocks only, so every k < bs
     k = block * BLOCK_BS + tl.arange(0, BLOCK_BS)
     inside = k < bs
     who = k.to(tl.int64)
     if HAS_ORDER:
         who = tl.load(order + k, mask=inside, other=0)
     seq = tl.load(seq_lens + who, mask=inside, other=0)
-    is_new = inside & ((seq - 1) % PAGE_SIZE == 0)
-    slot_index = opened + tl.cumsum(is_new.to(tl.int64), 0) - 1
-    slot = tl.load(new_slots + slot_index, mask=is_new & (slot_index < num_new_slots), other=0)
     last = tl.load(last_loc + who, mask=inside, other=0)
+    opened = tl.zeros((), dtype=tl.int32)
+    for chunk in range(0, block):
+        k = chunk * BLOCK_BS + tl.arange(0, BLOCK_BS)
+        earlier = k.to(tl.int64)
+        if HAS_ORDER:
+            earlier = tl.load(order + k)  # whole blocks only, so every k < bs
+        opened += tl.sum(_opens_page(tl.load(seq_lens + earlier), PAGE_SIZE).to(tl.int32))
+    is_new = inside & _opens_page(seq, PAGE_SIZE)
+    slot_index = opened + tl.cumsum(is_new.to(tl.int32), 0) - 1
+    slot = tl.load(new_slots + first_slot + slot_index, mask=is_new & (slot_index < num_new_slots), other=0)
     tl.store(out + who, tl.where(is_new, slot * PAGE_SIZE, last + 1), mask=inside)
+
+
+_decode = Launcher(alloc_decode_kernel)
 
 
 def alloc_decode_ref(
@@ -265,6 +264,7 @@ def alloc_decode(
     page_size: int,
     order: Tensor | None = None,
     *,
+    run: tuple[int, int] | None = None,
     backend: Backend = "auto",
     checked: bool = False,
 ) -> Tensor:
@@ -277,6 +277,7 @@ def alloc_decode(
             == 0.
         page_size: tokens a page.
         order: [bs] int64, a permutation: who takes slots first. None: in the caller's order.
+        run: (first, count): only that run of `new_slots` is used. A slice costs the host as much as two `torch.empty`.
         checked: the caller vouches for the arguments; the checks take longer than the launch.
     Returns:
         [bs] int64, in the caller's order.
@@ -285,35 +286,37 @@ def alloc_decode(
 
     Example: page_size 4, seq_lens [9, 7], last_loc [15, 21], new_slots [5] -> [20, 22].
     """
-    if checked and not last_loc.is_cuda:
-        return alloc_decode_ref(seq_lens, last_loc, new_slots, page_size, order)
+    by_triton = last_loc.is_cuda
     if not checked:
-        _check_batch(last_loc, new_slots, page_size, order, seq_lens=seq_lens)
+        _check_batch(last_loc, new_slots, page_size, order, run, seq_lens=seq_lens)
         operands = {"seq_lens": seq_lens, "last_loc": last_loc, "new_slots": new_slots, "order": order}
-        if not use_triton(alloc_decode_kernel, backend, operands):
-            return alloc_decode_ref(seq_lens, last_loc, new_slots, page_size, order)
+        by_triton = use_triton(alloc_decode_kernel, backend, operands)
+    first, count = (0, new_slots.numel()) if run is None else run
+    if not by_triton:
+        return alloc_decode_ref(seq_lens, last_loc, new_slots[first : first + count], page_size, order)
     bs = last_loc.numel()
-    out = torch.empty(bs, dtype=torch.int64, device=seq_lens.device)
+    out = torch.empty_like(last_loc)
     if bs:
-        with on_device(seq_lens):
-            block = _block_requests(bs)
-            alloc_decode_kernel[(cdiv(bs, block),)](
-                seq_lens,
-                last_loc,
-                new_slots,
-                seq_lens if order is None else order,
-                out,
-                bs,
-                new_slots.numel(),
-                PAGE_SIZE=page_size,
-                HAS_ORDER=order is not None,
-                BLOCK_BS=block,
-            )
+        block = max(16, min(_BLOCK_REQUESTS, next_power_of_2(bs)))
+        _decode(
+            (cdiv(bs, block), 1),
+            (seq_lens, last_loc, new_slots, seq_lens if order is None else order, out),
+            (bs, first, count),
+            (page_size, order is not None, block),
+            num_warps=max(1, block // _REQUESTS_A_WARP),
+        )
     return out
 
 
-def _check_batch(last_loc: Tensor, new_slots: Tensor, page_size: int, order: Tensor | None, **lens: Tensor) -> int:
-    """Checks what both launchers share and returns bs."""
+def _check_batch(
+    last_loc: Tensor,
+    new_slots: Tensor,
+    page_size: int,
+    order: Tensor | None,
+    run: tuple[int, int] | None,
+    **lens: Tensor,
+) -> None:
+    """Checks what both launchers share."""
     check_positive("page_size", page_size)
     bs = last_loc.numel()
     per_request = {**lens, "last_loc": last_loc} | ({} if order is None else {"order": order})
@@ -322,4 +325,5 @@ def _check_batch(last_loc: Tensor, new_slots: Tensor, page_size: int, order: Ten
         check_contiguous(name, tensor)
         if not (name == "new_slots" or tensor.numel() == bs):
             raise ConfigError(f"{name} must have {bs} entries as last_loc has, got {tensor.numel()}")
-    return bs
+    if run is not None and not (min(run) >= 0 and sum(run) <= new_slots.numel()):
+        raise ConfigError(f"run must be (first, count) within the {new_slots.numel()} new_slots, got {run}")

@@ -9,10 +9,11 @@ import numpy.typing as npt
 import torch
 
 from tidekv.errors import ConfigError, DoubleFreeError
-from tidekv.memory.ledger import BoolArray, IntArray, Ledger
+from tidekv.memory.ledger import HIGH, LOW, BoolArray, IntArray, Ledger
 
 # None: all high. A bool: all of that. A list or a bool tensor [bs]: one for each request.
 Priorities = bool | Iterable[bool] | torch.Tensor | None
+_CODE_OF_BOOL = np.array([LOW, HIGH])
 
 
 def check_device_vector(name: str, tensor: torch.Tensor, length: int, device: torch.device) -> None:
@@ -51,15 +52,57 @@ def check_extend(prefix_lens: IntArray, seq_lens: IntArray, extend_num_tokens: i
     """0 <= prefix <= seq for each request, and `extend_num_tokens` is their difference summed."""
     if len(prefix_lens) != len(seq_lens):
         raise ConfigError(f"prefix_lens has {len(prefix_lens)} requests but seq_lens has {len(seq_lens)}")
-    bad = np.flatnonzero((prefix_lens < 0) | (seq_lens < prefix_lens))
-    if len(bad):
-        i = int(bad[0])
+    extend_lens = seq_lens - prefix_lens
+    if len(seq_lens) and np.minimum(prefix_lens, extend_lens).min() < 0:
+        i = int(np.flatnonzero((prefix_lens < 0) | (extend_lens < 0))[0])
         raise ConfigError(f"request {i}: need 0 <= prefix_len <= seq_len, got {prefix_lens[i]} and {seq_lens[i]}")
-    tokens = int(seq_lens.sum() - prefix_lens.sum())
+    tokens = int(np.add.reduce(extend_lens))
     if tokens != extend_num_tokens:
         raise ConfigError(
             f"extend_num_tokens must be {tokens}, the sum of seq_lens - prefix_lens, got {extend_num_tokens}"
         )
+
+
+def uniform_code(is_high_priority: Priorities) -> int | None:
+    """HIGH or LOW if one value stands for the whole batch; None if it names each request."""
+    if is_high_priority is None or isinstance(is_high_priority, bool):
+        return LOW if is_high_priority is False else HIGH
+    return None
+
+
+def priority_mask(is_high_priority: Priorities, bs: int) -> BoolArray:
+    """Priorities of a batch, one for each request, as [bs] bool on the host. A device tensor is waited for."""
+    if is_high_priority is None or isinstance(is_high_priority, bool):
+        return np.full(bs, is_high_priority is not False)
+    if isinstance(is_high_priority, torch.Tensor):
+        if is_high_priority.dtype != torch.bool:
+            raise ConfigError(f"is_high_priority must be a bool tensor, got {is_high_priority.dtype}")
+        mask: BoolArray = is_high_priority.cpu().numpy()
+    else:
+        mask = np.fromiter(is_high_priority, dtype=np.bool_)
+    if mask.shape != (bs,):
+        raise ConfigError(f"is_high_priority must have one entry for each of {bs} requests, got shape {mask.shape}")
+    return mask
+
+
+def codes_of_new_pages(
+    is_high_priority: Priorities, new_pages: IntArray | BoolArray, num_pages: int
+) -> int | list[int] | IntArray:
+    """HIGH or LOW for all `num_pages` pages that a batch opens, or for each: request after request, [num_pages].
+
+    new_pages: [bs] how many each request opens.
+    """
+    code = uniform_code(is_high_priority)
+    if code is not None:
+        return code
+    bs, at_most_one = len(new_pages), new_pages.dtype == np.bool_
+    # A step of decodes opens few pages, and turning a list of 1,024 into an array takes as long as the launch.
+    if at_most_one and 4 * num_pages < bs and isinstance(is_high_priority, list) and len(is_high_priority) == bs:
+        return [HIGH if is_high_priority[i] else LOW for i in new_pages.nonzero()[0].tolist()]
+    mask = priority_mask(is_high_priority, bs)
+    is_high = mask[new_pages] if at_most_one else mask.repeat(new_pages)
+    codes: IntArray = _CODE_OF_BOOL[is_high.view(np.int8)]
+    return codes
 
 
 def check_last_loc(ledger: Ledger, last_loc: torch.Tensor, prefix_lens: IntArray, extends: BoolArray) -> None:

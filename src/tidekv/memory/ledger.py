@@ -269,23 +269,20 @@ class Ledger:
         self._book_shared_or_narrow(code, slots, host_pages)
         return slots
 
-    def open_pages(self, code: int, num_pages: int) -> IntArray:
-        """`num_pages` fresh full-width pages, each one slot. The caller has checked that they are free."""
-        pages = self._own(code, 0, num_pages)
-        run = as_run(pages)
-        self.page_occupied[run] = 1
-        self.occupied[run] = True
-        self.stamp[run] = self.next_stamp
-        self.next_stamp += 1
-        return pages
+    def open_pages(self, codes: int | list[int] | IntArray, num_pages: int) -> IntArray:
+        """`num_pages` fresh full-width pages, each one slot. The caller has checked that they are free.
 
-    def open_mixed(self, num_high: int, num_low: int) -> IntArray:
-        """`open_pages` for both priorities, high first, booked in one go: what two calls book alike is most of them."""
-        pages = self.free_list.take(num_high + num_low)
+        codes: HIGH or LOW for all of them, or [num_pages] for each in its turn.
+        """
+        pages = self.free_list.take(num_pages)
         run = as_run(pages)
-        for code, mine in ((HIGH, pages[:num_high]), (LOW, pages[num_high:])):
-            self.page_code[as_run(mine)] = code
-            self.used[code] += len(mine)
+        self.page_code[run] = codes
+        if isinstance(codes, int):
+            self.used[codes] += num_pages
+        else:
+            num_high = codes.count(HIGH) if isinstance(codes, list) else int(np.count_nonzero(codes == HIGH))
+            self.used[HIGH] += num_high
+            self.used[LOW] += num_pages - num_high
         self.page_level[run] = 0
         self.page_occupied[run] = 1
         self.occupied[run] = True
