@@ -283,11 +283,16 @@ class Engine:
         launched: Launched | None = None
         sampled: list[tuple[Request, int]] = []
         with self.allocator.step():
-            plan = self.scheduler.plan()
-            if plan.work and self._ahead is not None:
-                launched = self._ahead.launch(plan.work, before)
-            elif plan.work:
-                sampled = self.runner.run(plan.work)
+            behind = self.allocator.repacker.behind
+            try:
+                plan = self.scheduler.plan()
+                behind.fork()
+                if plan.work and self._ahead is not None:
+                    launched = self._ahead.launch(plan.work, before)
+                elif plan.work:
+                    sampled = self.runner.run(plan.work)
+            finally:
+                behind.join()
         self._unread = None  # not sooner: what interrupts the plan must not lose tokens that are sampled already
         self._prompt_tokens += sum(n for request, n in plan.work if request.state is RequestState.PREFILL)
         ended = self._take_tokens(before.read()) if before is not None else []

@@ -82,6 +82,7 @@ class RequestMemory:
             request.prefix_nodes = found.node_ids
             request.num_shared_pages = len(found.node_ids)
             if len(found.node_ids):
+                self.settle()  # some of them may be pages that are still to be filled, of a request that shares them
                 request.num_computed = len(found.node_ids) * self.page_size
                 request.owned_pages = np.zeros(len(found.node_ids), dtype=np.bool_)
                 locs = torch.from_numpy(found.locs).to(self.pool.device)
@@ -94,6 +95,7 @@ class RequestMemory:
 
     def release(self, request: Request) -> None:
         """Everything the request holds goes back, parked pages too; pages of the prefix cache stay there."""
+        self.settle()
         if request.parked is not None:
             self.allocator.drop_parked(request.parked)
             request.parked = None
@@ -167,6 +169,11 @@ class RequestMemory:
             torch.from_numpy(columns).to(device, non_blocking=True),
         )
         return self.pool.req_to_token[index].to(torch.int64)
+
+    def settle(self) -> None:
+        """Copies that wait for a step are done at once: somebody is about to use their pages in this plan."""
+        if self.allocator.repacker.behind.is_pending:
+            self.allocator.repacker.behind.settle()
 
     # ---- leaving the device whole, and back --------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The scheduler under `narrow`: who is stepped, who is paused at minimum width, and who gets width back.
 
-    1. widen     parked and paused requests in order of rank, a batch of pages at a time, as the move budget goes
+    1. widen     parked and paused requests in order of rank, a batch of pages at a time: under this step, which then
+                 does without them, as far as it hides the bytes; between steps as the move budget goes
     2. room      for this step's decodes and for high prompts: the last of low priority in rank gives up the pages that
                  are missing, and pauses if a step does not hide what it would then read; then who is paused is parked;
                  then the last of high priority narrows, as far as a step hides its streaming; then it waits, parked
@@ -54,6 +55,8 @@ class NarrowScheduler(Scheduler):
         self.step_s = rates.base_s  # of the last planned step, by the rates
         self.move_bytes = 0  # what widening may spend now; falls below 0 by at most one page
         self.streamed_bytes = self.stream_budget = 0  # of the last planned step
+        self.arriving_bytes = 0  # of widening that runs under it
+        self.arriving: set[Request] = set()  # whose pages those are: they are not in the step
         self.num_narrowings = self.num_widenings = self.longest_pause_steps = 0
         memory.allocator.may_halve = not self.widths.can_narrow
 
@@ -65,6 +68,7 @@ class NarrowScheduler(Scheduler):
             return super().plan()
         self.num_steps += 1
         plan = StepPlan()
+        self.arriving, self.arriving_bytes = set(), 0
         self._resume()
         self.widths.open_wide()
         self._count()
@@ -188,12 +192,17 @@ class NarrowScheduler(Scheduler):
     def _widen(self) -> None:
         """The first in rank get their pages back, a batch a step."""
         wanting = [r for r in self.running if self._wants_width(r)] + self.parked
-        left = self._move_limit()
+        left, hidden = self._move_limit(), self._hidden_bytes()
         spare = sum(not self._is_paused(r) for r in self.running) + 1  # a page for everybody's growth
         for request in sorted(wanting, key=self._rank):
             need = self._pages_away(request)
+            behind = self._comes_behind(request)
             batch = min(policy.WIDEN_BATCH, need) * self._slot_bytes()
-            if min(self.move_bytes, left) < batch:
+            if behind and hidden < self._slot_bytes():
+                behind = False  # a slow link: not even one page fits under a step
+            if behind and hidden - self.arriving_bytes < min(batch, hidden):
+                return
+            if not behind and min(self.move_bytes, left) < batch:
                 return  # save up: every batch rewrites the tables of locations once
             steps_left = request.sampling.max_new_tokens - len(request.output_ids)
             if request.parked is None and not policy.restore_pays(batch, batch, steps_left):
@@ -208,12 +217,38 @@ class NarrowScheduler(Scheduler):
                 continue
             if self._is_overdue(request):
                 request.turn_end = len(request.output_ids) + self._quantum(request)
-            before = self.move_bytes
-            widened = self.widths.widen(request, max(1, min(need, min(self.move_bytes, left) // self._slot_bytes())))
-            self.move_bytes -= widened * self._slot_bytes()
-            left -= before - self.move_bytes
+            if behind and request.state is not RequestState.DECODE:
+                continue  # it was parked in its prompt
+            if behind:
+                most = (hidden - self.arriving_bytes) // self._slot_bytes()
+                widened = self.widths.widen_behind(request, min(need, most))
+                self.arriving_bytes += widened * self._slot_bytes()
+                if widened:
+                    self.arriving.add(request)
+            else:
+                most = min(self.move_bytes, left) // self._slot_bytes()
+                widened = self.widths.widen(request, max(1, min(need, most)))
+                self.move_bytes -= widened * self._slot_bytes()
+                left -= widened * self._slot_bytes()
             self.num_widenings += widened > 0
             spare += self._pages_away(request)  # the rest of it is promised
+
+    def _comes_behind(self, request: Request) -> bool:
+        """Its pages may come in under a step that it is not in: low priority, written through, decodes."""
+        if request.is_high_priority or not self.memory.allocator.write_through:
+            return False
+        return request.state is RequestState.DECODE or (request.parked is not None and bool(request.output_ids))
+
+    def _hidden_bytes(self) -> int:
+        """What this step hides, as far as it is known before it is planned: those who run at full width, and the
+        prompts that are being computed."""
+        decodes = [r for r in self.running if r.state is RequestState.DECODE and not self._is_paused(r)]
+        prompt = sum(r.num_tokens - r.num_computed for r in self.running if r.state is RequestState.PREFILL)
+        seconds = policy.step_s(
+            self.rates, len(decodes), sum(r.num_computed for r in decodes), min(prompt, self.prefill_chunk)
+        )
+        read = sum(r.away_cells for r in decodes if not self._mode(r).streams_nothing) * self.cell_bytes
+        return policy.stream_budget_bytes(self.rates, seconds) - read
 
     def _wants_width(self, request: Request) -> bool:
         """It decodes narrow, or is a prompt whose narrow context the next chunk would not hide."""
@@ -433,6 +468,7 @@ class NarrowScheduler(Scheduler):
 
     def _plan_first(self, plan: StepPlan) -> None:
         """The first in rank of those that decode is stepped, whatever it costs: the ladder, then parking."""
+        self._settle()
         while requests := [r for r in self.running if r.state is RequestState.DECODE]:
             first = min(requests, key=self._rank)
             if self.memory.decode([first]) or self._decode_by_ladder([first]):
@@ -449,11 +485,17 @@ class NarrowScheduler(Scheduler):
 
     def _steppable(self, requests: list[Request]) -> list[Request]:
         """All of high priority; of low priority those that are not paused. If that is nobody, the first in rank."""
-        chosen = [r for r in requests if not self._is_paused(r)]
+        chosen = [r for r in requests if not self._is_paused(r) and r not in self.arriving]
         prompts = self.waiting or any(r.state is RequestState.PREFILL for r in self.running)
         if not chosen and requests and not prompts:
+            self._settle()
             return [min(requests, key=self._rank)]
         return chosen
+
+    def _settle(self) -> None:
+        """Whoever is arriving may be stepped after all: what he waits for comes before the step."""
+        self.memory.settle()
+        self.arriving, self.arriving_bytes = set(), 0
 
     def _decode_by_ladder(self, chosen: list[Request]) -> bool:
         """Last resort but one: the ladder halves whole classes. Not with a window: it would take recent tokens too."""
@@ -515,7 +557,7 @@ class NarrowScheduler(Scheduler):
         reading = [r for r, _ in plan.work if not self._mode(r).streams_nothing]
         self.streamed_bytes = sum(r.away_cells for r in reading) * self.cell_bytes
         planned = set(reading)
-        paused = [r for r in self.running if self._is_paused(r) and r not in planned]
+        paused = [r for r in self.running if self._is_paused(r) and r not in planned and r not in self.arriving]
         # A step that streams takes longer by the host's part: whoever else is in it is paid for by the move budget.
         lengthens = policy.narrow_step_bytes(self.rates) if plan.work and not self.streamed_bytes else 0
         if lengthens > max(0, self.move_bytes):
@@ -523,7 +565,7 @@ class NarrowScheduler(Scheduler):
         chosen = []
         for request in sorted(paused, key=self._rank):
             away = request.away_cells * self.cell_bytes
-            if self.streamed_bytes + away <= self.stream_budget:
+            if self.streamed_bytes + self.arriving_bytes + away <= self.stream_budget:
                 chosen.append(request)
                 self.streamed_bytes += away
         if chosen and self.memory.decode(chosen):

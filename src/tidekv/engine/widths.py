@@ -85,6 +85,24 @@ class RequestWidths:
         self.count_away([request])
         return widened
 
+    def widen_behind(self, request: Request, max_slots: int) -> int:
+        """The same, but what comes from the host is copied under the step that is being planned: the request must not
+        be in it. Returns the pages widened; none where a copy could not wait.
+
+        Only pages whose host copy stays theirs: the host page of another one is free at once, and this very plan may
+        give it away. Only pages that no other running request reads.
+        """
+        slots = self.narrow_slots(request)
+        if self.memory.prefix_cache is not None and (
+            shared := self.memory.prefix_cache.num_shared(request.prefix_nodes)
+        ):
+            slots = slots[~np.isin(slots, self.memory.slots_of([request])[0][:shared])]
+        slots = slots[self.allocator.ledger.backed[slots]][:max_slots]
+        with self.allocator.repacker.behind.collecting():
+            widened = self.allocator.widen_slots(slots) if len(slots) else 0
+        self.count_away([request])
+        return widened
+
     @contextmanager
     def opening_low_at(self, width: int) -> Iterator[None]:
         """Inside, new low pages are opened at `width`."""

@@ -17,6 +17,7 @@ from tidekv.memory.device_pool import DeviceKVPool
 from tidekv.memory.host_pool import HostKVPool
 from tidekv.memory.ledger import NO_SLOTS, IntArray, Ledger
 from tidekv.memory.upload import upload
+from tidekv.pressure.behind import CopiesBehind
 from tidekv.pressure.plan import RepackPlan
 
 
@@ -122,16 +123,31 @@ def work_of_repack(plan: RepackPlan, ledger: Ledger) -> Work:
 
 
 class Repacker:
-    """Runs the copies of a `Work` on the current stream: at most one launch for each of its parts."""
+    """Runs the copies of a `Work` on the current stream: at most one launch for each of its parts.
+
+    What comes from the host may run beside a step: then `behind` keeps it, and whoever runs the steps calls its `fork`
+    and `join`.
+    """
 
     def __init__(self, device_pool: DeviceKVPool, host_pool: HostKVPool) -> None:
         self.device_pool = device_pool
         self.host_pool = host_pool
         self.cell_bytes = device_pool.geometry.cell_bytes
         self.counters = MoveCounters()
+        self.behind = CopiesBehind(device_pool.device, self._bring_cells, device_pool.geometry.page_stride)
+
+    @property
+    def behind_bytes(self) -> int:
+        """Of `counters.from_host_bytes`: what came in under steps."""
+        return self.behind.num_cells * self.cell_bytes
 
     def back_up(self, work: Work) -> None:
         """Layers that leave go to the host, bit for bit."""
+        # Merges, widening and what comes back move no full-width page, so no page that waits for copies.
+        if self.behind.is_pending and work.name in ("halve", "park"):
+            whole = work.name == "park" or len(work.on_device)  # which slots those are, the work does not say
+            if whole or self.behind.touches(work.compact_slots):
+                self.behind.settle()
         if len(work.to_host):
             self._copy(self.host_pool, self.device_pool, work.to_host)
             self.counters.to_host_bytes += len(work.to_host) * self.cell_bytes
@@ -163,11 +179,24 @@ class Repacker:
 
     def bring_back(self, work: Work) -> None:
         """Layers that return come from the host, bit for bit."""
-        if len(work.from_host):
+        if not len(work.from_host):
+            return
+        self.counters.from_host_bytes += len(work.from_host) * self.cell_bytes
+        if self.behind.is_collecting:
+            self.behind.add(work.from_host.src, work.from_host.dst)
+        else:
             self._copy(self.device_pool, self.host_pool, work.from_host)
-            self.counters.from_host_bytes += len(work.from_host) * self.cell_bytes
 
-    def _copy(self, dst: DeviceKVPool | HostKVPool, src: DeviceKVPool | HostKVPool, cells: CellCopies) -> None:
+    def _bring_cells(self, host_cells: IntArray, device_cells: IntArray, programs: int | None) -> None:
+        self._copy(self.device_pool, self.host_pool, CellCopies(host_cells, device_cells), programs)
+
+    def _copy(
+        self,
+        dst: DeviceKVPool | HostKVPool,
+        src: DeviceKVPool | HostKVPool,
+        cells: CellCopies,
+        max_programs: int | None = None,
+    ) -> None:
         self.counters.launches += 1
         if self.device_pool.has_storage:
             kernels.copy_cells(
@@ -178,6 +207,7 @@ class Repacker:
                 self._on_device(cells.dst),
                 self._on_device(cells.src),
                 self.device_pool.geometry.page_size,
+                max_programs=max_programs,
             )
 
     def _on_device(self, ids: IntArray) -> torch.Tensor:

@@ -5,11 +5,12 @@
                + 4 * q_heads * head_dim * layers * (sum of contexts) / attention_rate
     compute_s  = decode_s + max(0, prefill_s - weight_bytes / device_rate)     one packed step reads the weights once
                  and with new prompt tokens at least prefill_floor_s           launched kernel by kernel from Python
-    step_s     = max(compute_s, streamed_bytes / link_rate) + moves_s
+    step_s     = max(compute_s, (streamed_bytes + behind_bytes) / link_rate) + moves_s
                  + narrow_step_s if anything is streamed                       planned only after the last one's end
     moves_s    = device_bytes / device_rate + (to_host_bytes + from_host_bytes) / link_rate
 
-Streaming overlaps with the step that reads it, layer by layer. Repacks, parking and restoring run on the compute stream
+Streaming overlaps with the step that reads it, layer by layer, and pages of paused requests come in under a step that
+does not read them (`pressure/behind.py`). Repacks, parking and all else that comes back run on the compute stream
 between two steps, so they are added.
 
 The two host terms are 0 in the presets "H200" and "H100", which say what the device and the link allow, and as measured
@@ -139,7 +140,8 @@ class StepLoad:
     streamed_bytes: int = 0
     device_bytes: int = 0
     to_host_bytes: int = 0
-    from_host_bytes: int = 0
+    from_host_bytes: int = 0  # before the step
+    behind_bytes: int = 0  # from the host under the step
 
 
 class CostModel:
@@ -182,7 +184,11 @@ class CostModel:
     def step_s(self, load: StepLoad) -> float:
         """The whole step."""
         host_s = self.machine.narrow_step_s if load.streamed_bytes else 0.0
-        return max(self.compute_s(load), load.streamed_bytes / self.link_rate) + self.moves_s(load) + host_s
+        return (
+            max(self.compute_s(load), (load.streamed_bytes + load.behind_bytes) / self.link_rate)
+            + self.moves_s(load)
+            + host_s
+        )
 
     def step_rates(self) -> StepRates:
         """The straight lines that the scheduler plans with: all that it knows of the machine is configured."""

@@ -56,9 +56,11 @@ class LoadCounter:
         """Something was moved since the last step."""
         return self.moves() != self._seen
 
-    def moves(self) -> tuple[int, int, int]:
-        moves = self.engine.allocator.repacker.counters
-        return moves.device_bytes, moves.to_host_bytes, moves.from_host_bytes
+    def moves(self) -> tuple[int, int, int, int]:
+        """Bytes since the start: on the device, to the host, from it before steps, from it under steps."""
+        repacker = self.engine.allocator.repacker
+        moves, behind = repacker.counters, repacker.behind_bytes
+        return moves.device_bytes, moves.to_host_bytes, moves.from_host_bytes - behind, behind
 
     def load_of(self, work: list[tuple[Request, int]]) -> StepLoad:
         """The step's counts; the moves are those since the last step."""
@@ -72,10 +74,10 @@ class LoadCounter:
                 prompt += tokens
                 context_sum += tokens * start + tokens * (tokens + 1) // 2
         now = self.moves()
-        device, to_host, from_host = (a - b for a, b in zip(now, self._seen, strict=True))
+        device, to_host, from_host, behind = (a - b for a, b in zip(now, self._seen, strict=True))
         self._seen = now
         streamed = self.streamed_bytes([request for request, _ in work])
-        return StepLoad(batch, context, prompt, context_sum, streamed, device, to_host, from_host)
+        return StepLoad(batch, context, prompt, context_sum, streamed, device, to_host, from_host, behind)
 
     def streamed_bytes(self, requests: list[Request]) -> int:
         """Bytes of the layers that are not resident, of all pages that these requests stream by their read modes."""
@@ -122,7 +124,7 @@ class ModelExecutor:
         totals.moves_s += moves_s
         totals.busy_s += step_s
         totals.streamed_bytes += load.streamed_bytes
-        totals.link_bytes += load.streamed_bytes + load.to_host_bytes + load.from_host_bytes
+        totals.link_bytes += load.streamed_bytes + load.behind_bytes + load.to_host_bytes + load.from_host_bytes
         totals.steps += 1
         self.engine.streamer.bytes_in += load.streamed_bytes
         self.clock.now_s += step_s
