@@ -1,6 +1,7 @@
 """Is the cost model right? One small workload with the real executor and with the model executor, and the differences.
 
-    python -m benchmarks.replay_validate --out DIR                    on a machine with a GPU, under 240 s
+    python -m benchmarks.replay_validate --out DIR                    on a machine with a GPU: 50 s a policy
+    python -m benchmarks.replay_validate --out DIR --policies unlimited,narrow
     python -m benchmarks.replay_validate --out DIR --smoke            a tiny model on the CPU: tries the code
 
 Tables: `steps` (each kind of step: measured, and what the model says for just that load), `requests` (TTFT and TPOT of
@@ -66,6 +67,8 @@ class MeasuredStep:
             name += ", streaming"
         if load.from_host_bytes or load.to_host_bytes:
             name += ", moves"
+        if load.behind_bytes:
+            name += ", pages coming in under it"
         return name + ("" if self.graphed or load.prefill_tokens else ", launch by launch")
 
 
@@ -193,7 +196,11 @@ def fit_rows(report: Report, steps: Sequence[MeasuredStep]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser, make = arguments("replay_validate", 230.0, __doc__)
     parser.add_argument("--machine", default="H200-host", help="preset of the cost model")
+    parser.add_argument("--policies", default=",".join(POLICIES), help=f"some of {', '.join(POLICIES)}, with commas")
     args = parser.parse_args(argv)
+    policies = args.policies.split(",")
+    if unknown := [policy for policy in policies if policy not in POLICIES]:
+        parser.error(f"--policies must be some of {', '.join(POLICIES)}, got {', '.join(unknown)}")
     report = make(args)
     smoke = bool(args.smoke)
     sizes = SMOKE if smoke else GPU
@@ -222,15 +229,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = ReplayConfig(**{**asdict(whole), "host_memory": host})
         measured, requests = measure(policy, pages, trace, config, net, sizes.warm)
         steps.extend(measured)
+        save_steps(args.out / "replay_steps.json", steps)
         modelled = run_policy(policy, pages, trace, ReplayConfig(**{**asdict(config), "executor": "model"}))
         request_rows(report, policy, requests, modelled.requests)
 
     if report.phase("load", load):
-        for policy in POLICIES:
+        for policy in policies:
             report.phase(policy, one, policy, needs_s=1.0 if smoke else 45.0)
         step_rows(report, steps, cost)
         fit_rows(report, steps)
-        save_steps(args.out / "replay_steps.json", steps)
     return report.finish()
 
 
