@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,10 +207,19 @@ class DecodeGraphs:
     second time, since its shape may not last.
 
     capture: False runs the same steps over the same buffers launch by launch; it is how the CPU tests them.
+    session(): entered around the making of each captured step.
     """
 
-    def __init__(self, forward: StepForward, backend: AttentionBackend, *, capture: bool = True) -> None:
+    def __init__(
+        self,
+        forward: StepForward,
+        backend: AttentionBackend,
+        *,
+        capture: bool = True,
+        session: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self.backend = backend
+        self._session = session
         self.replays = self.narrow_replays = self.eager_decodes = 0
         self._forward = forward
         self._captured: dict[StepShape, CapturedStep] = {}
@@ -238,7 +248,8 @@ class DecodeGraphs:
             step = self._captured[shape] = CapturedStep(shape, self._forward, self.backend, batch)
             step.fill(batch, input_ids, positions)
             if self._memory_pool is not None:
-                step.capture(self._memory_pool)
+                with self._session():
+                    step.capture(self._memory_pool)
         else:
             step.fill(batch, input_ids, positions)
         if batch.narrow is not None:

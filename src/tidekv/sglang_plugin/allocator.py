@@ -21,6 +21,7 @@ from tidekv.errors import InvariantError
 from tidekv.kernels import assign
 from tidekv.memory.ledger import DYNAMIC, HIGH, LOW, IntArray
 from tidekv.pressure.repack import Work
+from tidekv.sglang_plugin.page_mirror import PageMirror
 from tidekv.sglang_plugin.pool import TideKVPool
 from tidekv.sglang_plugin.virtual_pages import VirtualPages
 from tidekv.sglang_plugin.window import LEVEL, Window
@@ -75,6 +76,8 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         self.pages = VirtualPages(size // page_size, core.geometry.num_pages, page_size, core.device)
         core.register_loc_holder(self.pages.tensors)
         self.batch: BatchView | None = None
+        self.mirror: PageMirror | None = None  # the attention's: which pages each request's row names, on the host
+        self.attention: Any = None  # the TideAttention that reads this pool
         self.window: Window | None = None  # LOSSY: how low requests are read
         self.old_pages: Callable[[], IntArray] | None = None  # virtual pages that no window reaches
         self.num_evictions = 0  # tokens that physical pressure took from the prefix cache
@@ -149,6 +152,10 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         if found is None:
             return None
         ids = self._assign_ids()
+        if self.mirror is not None and self.batch is not None and len(self.batch.reqs) == len(seq):
+            self.mirror.opened(
+                self.batch.reqs, -(-prefix // page_size), new_pages, ids, high if self.core.new_order is not None else True
+            )
         if not self.pages.displaced and np.array_equal(ids, self.core.new_slots):
             return found[0]
         return assign.alloc_extend(
@@ -162,13 +169,18 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         """One more token for each request -> virtual locs [bs] int64; None: nothing changed."""
         seq = seq_lens_cpu.numpy()
         high = self._priorities(len(seq))
-        if not self._prepare((seq % self.page_size == 1).astype(np.int64), high):
+        new_pages = (seq % self.page_size == 1).astype(np.int64)
+        if not self._prepare(new_pages, high):
             return None
         seq_lens, last = seq_lens.to(torch.int64), last_loc.to(torch.int64)
         found = self.core.alloc_decode(seq_lens, seq_lens_cpu, self.pages.locations(last).contiguous(), high)
         if found is None:
             return None
         ids = self._assign_ids()
+        if self.mirror is not None and self.batch is not None and len(self.batch.reqs) == len(seq):
+            self.mirror.opened(
+                self.batch.reqs, seq // int(self.page_size), new_pages, ids, high if self.core.new_order is not None else True
+            )
         if not self.pages.displaced and np.array_equal(ids, self.core.new_slots):
             return found[0]
         return assign.alloc_decode(

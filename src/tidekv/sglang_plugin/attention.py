@@ -1,19 +1,29 @@
-"""SGLang's attention backends, with the core's attention wherever a batch is narrowed.
+"""SGLang's attention backends: SGLang's own kernels and graphs wherever a batch is full width, the core's attention
+wherever it is narrowed.
 
-A batch whose pages are all full width under their own ids goes to the base class untouched, captured graphs included.
+    full width, pages under their own ids    the base class, untouched
+    full width, pages elsewhere              the base class over translated locations, captured graphs included
+    narrowed                                 the core's attention; decode steps replay graphs of our own (`graphs.py`)
+
+`planned` decides once for a whole forward, before SGLang asks whether a graph can run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tidekv.attention.backend import AttentionBackend
-from tidekv.attention.page_tables import PackedBatch
+from tidekv.attention.page_tables import HostBatch
 from tidekv.errors import ConfigError
+from tidekv.kernels.row_lists import fill_rows_
+from tidekv.memory.upload import upload
 from tidekv.sglang_plugin.allocator import TideAllocator
-from tidekv.sglang_plugin.batch_plan import plan_batch
+from tidekv.sglang_plugin.batch_plan import Moved, plan_batch
+from tidekv.sglang_plugin.page_mirror import PageMirror
 from tidekv.streaming.streamer import Streamer
 
 if TYPE_CHECKING:
@@ -23,7 +33,7 @@ else:
 
 
 class TideAttention(_Base):  # type: ignore[misc]  # a mixin before one of SGLang's backends
-    """`init_forward_metadata` decides for the whole forward; layers then run in order, as SGLang's models do."""
+    """Layers run in order, as SGLang's models do."""
 
     def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(model_runner, *args, **kwargs)
@@ -33,28 +43,99 @@ class TideAttention(_Base):  # type: ignore[misc]  # a mixin before one of SGLan
         self.tide = allocator
         self.tide_rows = model_runner.req_to_token_pool
         self.tide_core = core_attention(allocator)
-        self.tide_batch: PackedBatch | None = None
+        allocator.attention = self
+        if allocator.mirror is None:
+            allocator.mirror = PageMirror(allocator.pages, self.tide_rows.req_to_token)
+        self.narrow_graphs: Any = None  # NarrowGraphs, made where SGLang captures, too
+        # Triton's backend lists the rows that it reads; torch_native reads `req_to_token` itself, in its kernels.
+        self.tide_lists_rows = hasattr(self, "kv_indptr")
+        self.tide_plan: HostBatch | Moved | None = None
+        self._planned = False
+        self._first_locs: torch.Tensor | None = None  # [B, N] on the device while SGLang's kernels read moved pages
+        self._in_core = False
+
+    # ---- one forward ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def planned(self, forward_batch: Any) -> Iterator[HostBatch | Moved | None]:
+        """Around one forward: how its batch is read. Where pages lie elsewhere, the batch's `out_cache_loc` names the
+        real rows meanwhile: SGLang copies it into its buffers; its own books keep theirs."""
+        plan = plan_batch(self.tide, self.tide_rows.req_to_token, forward_batch)
+        own_locs = forward_batch.out_cache_loc
+        if isinstance(plan, Moved):
+            if self.tide_lists_rows:
+                locs, first_locs = upload(self.tide.core.device, (plan.locs, plan.first_locs))
+                forward_batch.out_cache_loc = locs
+                self._first_locs = first_locs.view(plan.first_locs.shape)
+            else:
+                plan = plan.as_batch(self.tide.pages.page_size)
+        self.tide_plan, self._planned = plan, True
+        try:
+            yield plan
+        finally:
+            if self._in_core:
+                self._in_core = False
+                self.tide_core.end()
+            self.tide_plan, self._planned, self._first_locs = None, False, None
+            forward_batch.out_cache_loc = own_locs
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        self._end_tide_step()
-        batch = plan_batch(self.tide, self.tide_rows.req_to_token, forward_batch)
-        if batch is None:
+        """SGLang's, before a forward that is launched layer by layer."""
+        if not self._planned:  # a warm-up
             super().init_forward_metadata(forward_batch)
             return
-        self.tide_batch = batch
-        self.tide_core.begin(batch)
+        if isinstance(self.tide_plan, HostBatch):
+            self.tide_core.begin(self.tide_plan.on(self.tide.core.device))
+            self._in_core = True
+            return
+        super().init_forward_metadata(forward_batch)
+        if isinstance(self.tide_plan, Moved):
+            metadata = self.forward_metadata
+            self._translate(metadata.kv_indices, metadata.kv_indptr, forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """SGLang's, before a captured step is replayed (or captured)."""
+        super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+        if isinstance(self.tide_plan, Moved):
+            indptr = self.kv_indptr[: forward_batch.batch_size + 1]
+            self._translate(self.cuda_graph_kv_indices, indptr, forward_batch)
+
+    def _translate(self, kv_indices: torch.Tensor, kv_indptr: torch.Tensor, forward_batch: Any) -> None:
+        """An extend lists its prefixes only, a decode step every token."""
+        plan = self.tide_plan
+        assert isinstance(plan, Moved)
+        assert self._first_locs is not None
+        lens = plan.kv_lens if forward_batch.forward_mode.is_decode() else plan.kv_lens - plan.q_lens
+        if lens.any():
+            fill_rows_(kv_indices, kv_indptr, self._first_locs, self.tide.pages.page_size, int(lens.max()))
+
+    # ---- the core's attention ------------------------------------------------------------------------------------
+
+    @property
+    def reads_in_core(self) -> bool:
+        """Whether the layers of this forward are read by the core; then nothing else may write K and V."""
+        return self._in_core
+
+    @contextmanager
+    def in_core(self) -> Iterator[None]:
+        """Layers go to the core's attention, whose step the caller begins and ends (a captured step does)."""
+        self._in_core = True
+        try:
+            yield
+        finally:
+            self._in_core = False
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
     ) -> Any:
-        if self.tide_batch is None:
+        if not self._in_core:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         return self._forward_tide(q, k, v, layer, save_kv_cache, kwargs)
 
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
     ) -> Any:
-        if self.tide_batch is None:
+        if not self._in_core:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         return self._forward_tide(q, k, v, layer, save_kv_cache, kwargs)
 
@@ -76,14 +157,7 @@ class TideAttention(_Base):  # type: ignore[misc]  # a mixin before one of SGLan
             v.reshape(-1, layer.tp_v_head_num, dim),
             layer.scaling,
         )
-        if layer.layer_id == self.tide.core.geometry.layer_num - 1:
-            self._end_tide_step()
         return out.reshape(-1, heads * dim)
-
-    def _end_tide_step(self) -> None:
-        if self.tide_batch is not None:
-            self.tide_core.end()
-            self.tide_batch = None
 
 
 def core_attention(allocator: TideAllocator) -> AttentionBackend:

@@ -1,16 +1,38 @@
-"""From SGLang's forward batch to the core's packed batch, or None where SGLang's own kernels can read it."""
+"""How a forward batch of SGLang is read: by SGLang's own kernels as it is, by the same kernels over translated
+locations, or by the core's attention. Decided from the host's books alone; waits for the device only where they do not
+know a row."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from tidekv.attention.page_tables import PackedBatch, build_batch
+from tidekv.attention.page_tables import HostBatch, host_batch
 from tidekv.errors import InvariantError
 from tidekv.memory.ledger import BoolArray, IntArray
-from tidekv.sglang_plugin.allocator import TideAllocator
+from tidekv.sglang_plugin.allocator import BatchView, TideAllocator
+from tidekv.sglang_plugin.page_mirror import read_rows
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Every page of the batch is full width, but not every one lies where its id says.
+
+    q_lens, kv_lens [B]; first_locs [B, N] int64: location of the first token of each page, 0 beyond the end;
+    locs [T] int64: locations of the new tokens.
+    """
+
+    q_lens: IntArray
+    kv_lens: IntArray
+    first_locs: IntArray
+    locs: IntArray
+
+    def as_batch(self, page_size: int) -> HostBatch:
+        """For a backend whose kernels read rows themselves: the core's attention reads it at full width."""
+        return HostBatch(self.q_lens, self.kv_lens, self.first_locs // page_size, self.locs, None, None)
 
 
 def lens_of(forward_batch: Any) -> tuple[IntArray, IntArray]:
@@ -21,35 +43,67 @@ def lens_of(forward_batch: Any) -> tuple[IntArray, IntArray]:
     return np.asarray(forward_batch.extend_seq_lens_cpu, dtype=np.int64), kv_lens
 
 
-def plan_batch(allocator: TideAllocator, req_to_token: torch.Tensor, forward_batch: Any) -> PackedBatch | None:
-    """None: every page of the batch is full width under its own id, so virtual locs are rows of the stock buffers.
-
-    Otherwise the batch in the core's terms. Waits for the device only in that case.
-    """
+def plan_batch(allocator: TideAllocator, req_to_token: torch.Tensor, forward_batch: Any) -> HostBatch | Moved | None:
+    """None: every page of the batch is full width under its own id, so virtual locs are rows of the stock buffers."""
     pages, ledger = allocator.pages, allocator.core.ledger
     if forward_batch.forward_mode.is_idle() or not (ledger.any_narrow or pages.displaced):
         return None
     q_lens, kv_lens = lens_of(forward_batch)
     page_size = pages.page_size
-    width = -(-int(kv_lens.max()) // page_size)
-    rows = req_to_token[:, : width * page_size : page_size][forward_batch.req_pool_indices.long()]
-    ids = rows.cpu().numpy().astype(np.int64) // page_size
-    ids[np.arange(width)[None, :] >= -(-kv_lens // page_size)[:, None]] = 0  # beyond the end rows hold old ids
-    slots = pages.slots_of(ids)
-    if ((slots == 0) & (ids > 0)).any():
-        raise InvariantError(f"the batch reads virtual page {int(ids[(slots == 0) & (ids > 0)][0])}, which is free")
-    if (slots == ids).all() and not (ledger.levels_of(slots)[slots > 0] > 0).any():
+    num_pages = -(-kv_lens // page_size)
+    view = announced(allocator, forward_batch)
+    if view is not None and allocator.mirror is not None:
+        ids = allocator.mirror.ids_of(view.reqs, num_pages)
+    else:
+        ids = read_rows(req_to_token, forward_batch.req_pool_indices, num_pages, page_size)
+    first_locs = pages.first_locs(ids)
+    free = (first_locs == 0) & (ids > 0)
+    if free.any():
+        raise InvariantError(f"the batch reads virtual page {int(ids[free][0])}, which is free")
+    narrow = ledger.any_narrow and is_narrow(allocator, first_locs)
+    if not narrow and np.array_equal(first_locs, ids * page_size):
         return None
-    locs = pages.locations(forward_batch.out_cache_loc)
-    unseen = _unseen(allocator, kv_lens, slots) if forward_batch.forward_mode.is_decode() else None
-    return build_batch(ledger, q_lens, kv_lens, torch.from_numpy(slots).to(allocator.core.device), locs, unseen)
+    locs = new_locs(first_locs, q_lens, kv_lens, page_size)
+    if not narrow and not ledger.any_backed:
+        return Moved(q_lens, kv_lens, first_locs, locs)
+    slots = first_locs // page_size
+    unseen = None
+    if view is not None and forward_batch.forward_mode.is_decode():
+        unseen = _unseen(allocator, view, kv_lens, slots)
+    return host_batch(ledger, q_lens, kv_lens, slots, locs, unseen)
 
 
-def _unseen(allocator: TideAllocator, kv_lens: IntArray, slots: IntArray) -> BoolArray | None:
+def announced(allocator: TideAllocator, forward_batch: Any) -> BatchView | None:
+    """Whose batch it is, if the batch announced last is this one."""
+    view, rids = allocator.batch, getattr(forward_batch, "rids", None)
+    if view is None or rids is None or rids != [req.rid for req in view.reqs]:
+        return None
+    return view
+
+
+def is_narrow(allocator: TideAllocator, first_locs: IntArray) -> bool:
+    """Whether one of these slots has given up layers."""
+    ledger = allocator.core.ledger
+    limit = ledger.page_stride * allocator.pages.page_size
+    if (first_locs >= limit).any():  # only a slot that shares its page starts behind the first cell
+        return True
+    return bool((ledger.page_level[first_locs // allocator.pages.page_size] > 0).any())
+
+
+def new_locs(first_locs: IntArray, q_lens: IntArray, kv_lens: IntArray, page_size: int) -> IntArray:
+    """[T] locations of tokens kv_lens - q_lens .. kv_lens - 1 of each request, request after request."""
+    requests = np.repeat(np.arange(len(q_lens)), q_lens)
+    ends = np.cumsum(q_lens)
+    at = np.arange(len(requests)) + np.repeat(kv_lens - ends, q_lens)
+    locs: IntArray = first_locs[requests, at // page_size] + at % page_size
+    return locs
+
+
+def _unseen(allocator: TideAllocator, view: BatchView, kv_lens: IntArray, slots: IntArray) -> BoolArray | None:
     """[B, N] what windows do not see in this decode step. A prefill reads everything: it hides the link, and what it
     computes may be shared. What a decode step computes with loss is kept out of the prefix cache."""
-    window, view = allocator.window, allocator.batch
-    if window is None or view is None or len(view.high) != len(kv_lens):
+    window = allocator.window
+    if window is None:
         return None
     unseen = window.unseen(kv_lens, ~np.array(view.high, dtype=np.bool_), slots.shape[1])
     unseen &= (slots > 0) & (allocator.core.ledger.levels_of(slots) > 0)
@@ -57,8 +111,3 @@ def _unseen(allocator: TideAllocator, kv_lens: IntArray, slots: IntArray) -> Boo
         req = view.reqs[index]
         req.tidekv_lossy = req.skip_radix_cache_insert = True
     return unseen
-
-
-def any_narrow(allocator: TideAllocator) -> bool:
-    """Whether some batch may need `plan_batch`: then no captured graph may be replayed."""
-    return bool(allocator.core.ledger.any_narrow or allocator.pages.displaced)

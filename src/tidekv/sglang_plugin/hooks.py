@@ -13,10 +13,9 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from tidekv.errors import ConfigError
 from tidekv.memory.ledger import NO_SLOTS, IntArray
-from tidekv.sglang_plugin import refusals
+from tidekv.sglang_plugin import forward_hooks, refusals
 from tidekv.sglang_plugin.allocator import BatchView, TideAllocator
 from tidekv.sglang_plugin.attention import TideAttention
-from tidekv.sglang_plugin.batch_plan import any_narrow
 from tidekv.sglang_plugin.build import Original, build_allocator, build_mha_kv_pool, derive_pool_sizes, here
 from tidekv.sglang_plugin.metrics import Reporter
 from tidekv.sglang_plugin.pool import TideKVPool
@@ -102,22 +101,6 @@ def on_idle(original: Original, scheduler: Any) -> Any:
         if tide.reporter is not None:
             tide.reporter.publish()
     return original(scheduler)
-
-
-def can_run_graph(original: Original, runner: Any, forward_batch: Any) -> bool:
-    """No captured graph knows where narrowed pages are."""
-    allocator = here().allocator
-    if allocator is not None and any_narrow(allocator):
-        return False
-    return bool(original(runner, forward_batch))
-
-
-def enable_fused_set_kv_buffer(original: Original, forward_batch: Any) -> bool:
-    """Models that store K and V inside their RoPE kernel know full-width places only."""
-    allocator = here().allocator
-    if allocator is not None and any_narrow(allocator):
-        return False
-    return bool(original(forward_batch))
 
 
 def old_pages(scheduler: Any) -> IntArray:
@@ -225,9 +208,10 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "Scheduler.get_next_batch_to_run": get_next_batch_to_run,
     "Scheduler.on_idle": on_idle,
     "Scheduler.__init__": scheduler_init,
-    "DecodeCudaGraphRunner.can_run_graph": can_run_graph,
-    "PrefillCudaGraphRunner.can_run_graph": can_run_graph,
-    "enable_fused_set_kv_buffer": enable_fused_set_kv_buffer,
+    "ModelRunner._forward_raw": forward_hooks.forward_raw,
+    "DecodeCudaGraphRunner.can_run_graph": forward_hooks.decode_can_run_graph,
+    "PrefillCudaGraphRunner.can_run_graph": forward_hooks.prefill_can_run_graph,
+    "enable_fused_set_kv_buffer": forward_hooks.enable_fused_set_kv_buffer,
 }
 
 

@@ -69,6 +69,14 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam("managers.scheduler", "Scheduler.on_idle", ("self",), "hook"),
     Seam("managers.scheduler", "Scheduler.__init__", ("self", "server_args", "port_args"), "hook"),
+    # a forward: how its batch is read is planned once, around all of it
+    Seam("model_executor.model_runner", "ModelRunner._forward_raw",
+         ("self", "forward_batch", "pp_proxy_tensors", "reinit_attn_backend", "split_forward_count"), "hook"),
+    Seam("model_executor.model_runner", "ModelRunnerOutput", ("logits_output", "can_run_graph"), "call"),
+    Seam("model_executor.forward_context", "ForwardContext", ("attn_backend",), "call"),
+    Seam("model_executor.forward_context", "forward_context", ("ctx",), "call"),
+    Seam("model_executor.runner_utils.capture_mode", "model_capture_mode", (), "call"),
+    Seam("distributed.parallel_state", "graph_capture", ("stream",), "call"),
     Seam(
         "model_executor.runner.decode_cuda_graph_runner",
         "DecodeCudaGraphRunner.can_run_graph",
@@ -98,6 +106,8 @@ SEAMS: tuple[Seam, ...] = (
             ("forward_decode", attention),
         )
     ),
+    Seam("layers.attention.triton_backend", "TritonAttnBackend.init_forward_metadata_out_graph",
+         ("self", "forward_batch", "in_capture"), "override"),
     # the allocator's contract
     Seam(_PAGED, "PagedTokenToKVPoolAllocator.__init__",
          ("self", "size", "page_size", "dtype", "device", "kvcache", "need_sort"), "override"),

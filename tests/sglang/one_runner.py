@@ -1,0 +1,195 @@
+"""One model runner of SGLang in this process, without a server: a tiny random model, real batches, pages narrowed by
+hand.
+
+    SGLANG_USE_CPU_ENGINE=1 TIDEKV_SGLANG=1 python tests/sglang/one_runner.py FOLDER OUT      writes one JSON object
+
+Each run decodes the same requests step by step and keeps the logits; runs differ in what narrows, and how it is read.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+PAGE_SIZE, LAYERS, STEPS = 4, 8, 24
+PROMPTS = (30, 9, 17, 22)
+POOL_TOKENS = 1024
+
+
+def write_model(folder: Path) -> None:
+    """A Llama of 8 layers whose weights are large enough that every key matters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, max_position_embeddings=512, initializer_range=0.25,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    text = json.loads((folder / "config.json").read_text())
+    text["rope_theta"] = 10000.0  # where loaders before transformers 5 look
+    (folder / "config.json").write_text(json.dumps(text))
+
+
+def make_runner(folder: Path) -> Any:
+    """SGLang's model runner with the plugin's hooks, as `sglang.benchmark.one_batch` makes it."""
+    from sglang.benchmark import one_batch
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    from tidekv.sglang_plugin import plugin
+    from tidekv.sglang_plugin.config import read_settings
+
+    plugin.install(read_settings())
+    args = ServerArgs(
+        model_path=str(folder), device="cpu", attention_backend="torch_native", dtype="float32", page_size=PAGE_SIZE,
+        max_total_tokens=POOL_TOKENS, max_running_requests=8, context_length=256, disable_overlap_schedule=True,
+        enable_priority_scheduling=True, default_priority_value=0, skip_tokenizer_init=True, log_level="error",
+    )  # fmt: skip
+    args.resolve_once()
+    publish(args, role="scheduler")
+    one_batch.get_tokenizer = lambda *a, **k: None
+    wrapped, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
+    return wrapped.torch_runner
+
+
+class Run:
+    """One batch from its prefill to its last decode step."""
+
+    def __init__(self, runner: Any) -> None:
+        from sglang.benchmark import one_batch
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        self.runner, self.tide = runner, runner.token_to_kv_pool_allocator
+        self.one_batch = one_batch
+        runner.req_to_token_pool.clear()
+        self.tide.clear()
+        rng = np.random.default_rng(1)
+        self.reqs = []
+        for index, length in enumerate(PROMPTS):
+            ids = array("q", rng.integers(0, 128, length).tolist())
+            req = Req(str(index), "", ids, SamplingParams(temperature=0, max_new_tokens=STEPS))
+            req.priority = 5 if index == 1 else 0
+            req.full_untruncated_fill_ids = req.origin_input_ids
+            req.logprob_start_len = -1
+            req.set_extend_range(0, length)
+            self.reqs.append(req)
+        self.tokens, logits, self.batch = one_batch.extend(self.reqs, runner)
+        self.logits = [logits.clone()]
+        self.chosen = [self.tokens.tolist()]
+        self.tide.end_step()
+
+    def pages(self, index: int, begin: int, end: int) -> np.ndarray:
+        """Slots of pages [begin, end) of a request."""
+        num = np.array([-(-len(self.logits) // PAGE_SIZE) + PROMPTS[index] // PAGE_SIZE])
+        ids = self.tide.mirror.ids_of([self.reqs[index]], np.minimum(num, end))[0, begin:]
+        return np.asarray(self.tide.pages.slots_of(ids))
+
+    def step(self) -> None:
+        from tidekv.sglang_plugin.page_mirror import read_rows, row_of
+
+        self.tokens, logits = self.one_batch.decode(self.tokens, self.batch, self.runner)
+        self.logits.append(logits.clone())
+        self.chosen.append(self.tokens.tolist())
+        self.tide.end_step()
+        num = -(-self.batch.seq_lens_cpu.numpy().astype(np.int64) // PAGE_SIZE)
+        rows = torch.tensor([row_of(req) for req in self.reqs])
+        read = read_rows(self.runner.req_to_token_pool.req_to_token, rows, num, PAGE_SIZE)
+        assert np.array_equal(self.tide.mirror.ids_of(self.reqs, num), read), (
+            f"the rows are {read.tolist()}, their copy {self.tide.mirror.ids_of(self.reqs, num).tolist()}"
+        )
+        self.tide.check()
+
+
+def run(runner: Any, before: Callable[[Run, int], None]) -> Run:
+    """Prefill and all steps; `before(run, step)` narrows or widens."""
+    made = Run(runner)
+    for step in range(STEPS):
+        before(made, step)
+        made.step()
+    return made
+
+
+def narrowing(made: Run, step: int) -> None:
+    """Pages of low requests give up layers, deeper ones later, and come back; some requests are never touched."""
+    core, ladder = made.tide.core, made.tide.core.ledger.ladder
+    if step == 3:
+        core.narrow_slots(made.pages(0, 1, 6), ladder[1])
+    if step == 8:
+        core.narrow_slots(made.pages(2, 0, 4), ladder[2])
+    if step == 14:
+        core.widen_slots(made.pages(0, 1, 6))
+    if step == 19:
+        core.widen_slots(made.pages(2, 0, 4))
+
+
+def moving(made: Run, step: int) -> None:
+    """Narrowed and widened at once: everything is full width, and lies elsewhere."""
+    if step == 5:
+        slots = made.pages(0, 0, 5)
+        made.tide.core.narrow_slots(slots, made.tide.core.ledger.ladder[1])
+        made.tide.core.widen_slots(made.pages(0, 0, 5))
+
+
+def old_pages_narrow(made: Run, step: int) -> None:
+    """What a window does not reach of two low requests gives up layers."""
+    if step == 4:
+        slots = np.concatenate([made.pages(0, 1, 5), made.pages(3, 1, 4)])
+        made.tide.core.narrow_slots(slots, made.tide.core.ledger.ladder[2])
+
+
+def main(folder: Path) -> dict[str, Any]:
+    """Every run; what the tests look at."""
+    from tidekv.sglang_plugin.graphs import NarrowGraphs
+    from tidekv.sglang_plugin.window import Window
+
+    if not (folder / "config.json").is_file():
+        write_model(folder)
+    runner = make_runner(folder)
+    attention, allocator = runner.attn_backend, runner.token_to_kv_pool_allocator
+    plain = run(runner, lambda made, step: None)
+    out: dict[str, Any] = {}
+
+    def compare(name: str, made: Run, reference: Run) -> None:
+        off = [float((a - b).abs().max()) for a, b in zip(made.logits, reference.logits, strict=True)]
+        graphs = attention.narrow_graphs
+        out[name] = {
+            "largest_difference": max(off),
+            "same_tokens": made.chosen == reference.chosen,
+            "replays": graphs.steps.narrow_replays if graphs else 0,
+            "displaced": int(made.tide.pages.displaced),
+            "read_back": int(made.tide.mirror.num_read_back),
+            "streamed": int(attention.tide_core.streamer.bytes_in),
+        }
+
+    out["spread"] = float(max(logits.std() for logits in plain.logits))
+    compare("moved", run(runner, moving), plain)
+    eager = run(runner, narrowing)
+    compare("eager", eager, plain)
+    attention.narrow_graphs = NarrowGraphs(runner, attention, capture=False)
+    captured = run(runner, narrowing)
+    compare("captured", captured, plain)
+    compare("captured_as_eager", captured, eager)
+    attention.narrow_graphs = None
+    allocator.window = Window(8, PAGE_SIZE)
+    window = run(runner, old_pages_narrow)
+    compare("window_is_lossy", window, plain)
+    attention.narrow_graphs = NarrowGraphs(runner, attention, capture=False)
+    compare("window", run(runner, old_pages_narrow), window)
+    out["high_in_window"] = max(
+        float((a[1] - b[1]).abs().max()) for a, b in zip(window.logits, plain.logits, strict=True)
+    )
+    return out
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(main(Path(sys.argv[1])), indent=1))
