@@ -14,7 +14,7 @@ export MALLOC_TRIM_THRESHOLD_ := 2147483648
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint soak bench clean
+.PHONY: help demo test test-gpu lint soak bench clean
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -46,6 +46,9 @@ test: lint ## lint, then every test that needs no GPU
 	$(BIN)/python -m doctest docs/layout.md
 	$(BIN)/python -m benchmarks.lifecycle --check
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests --ignore=tests/kernels
+
+test-gpu: $(STAMP) ## the tests that need a GPU, in 6 processes
+	$(BIN)/python -m tests.gpu.run
 
 soak: $(STAMP) ## random load with invariant checks for SECONDS (default 600)
 	$(BIN)/python -m tests.stateful.soak --seconds $(SECONDS)

@@ -1,5 +1,5 @@
 """Tests of what only a GPU shows. Skipped without one; `--on-cpu` runs their logic with the torch twins at tiny
-sizes."""
+sizes. `python -m tests.gpu.run` runs them in several processes at once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ HERE = Path(__file__).parent
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--on-cpu", action="store_true", help="tests/gpu: try the tests themselves on the CPU")
 
+    parser.addoption("--shard", default="0/1", help="I/N: tests/gpu: every N-th test from the I-th on, I from 0")
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Every N-th, not a block: tests that take long (each compiles its kernels) are neighbours.
+    index, count = (int(part) for part in str(config.getoption("--shard", default="0/1")).split("/"))
+    mine = [item for item in items if HERE in item.path.parents]
+    left_out = {id(item) for i, item in enumerate(mine) if i % count != index}
+    items[:] = [item for item in items if id(item) not in left_out]
     on_cpu = config.getoption("--on-cpu", default=False)
     for item in items:
         if HERE in item.path.parents:
