@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -24,13 +25,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 SMALL_POOL = 60_000  # tokens; the workloads need 164k and 98k
 HIGH, LOW = 10, 0
 SMOKE = 32
+START_SECONDS = 240  # 75 s the first time on an H200, then 40 s
 DIST_INFO = {
     "METADATA": "Metadata-Version: 2.1\nName: tidekv\nVersion: 0.1.0\n",
     "entry_points.txt": "[sglang.srt.plugins]\ntidekv = tidekv.sglang_plugin.plugin:register\n",
@@ -63,8 +65,8 @@ class Workload:
 WORKLOADS = {"2k_in_512_out": Workload(64, 2048, 512), "512_in_1k_out": Workload(64, 512, 1024)}
 
 
-def runs(group: str, overcommits: list[float]) -> list[Run]:
-    """The engines of a group, stock and tidekv in turn."""
+def runs(group: str, overcommits: list[float], extra: dict[str, str], overlaps: list[int]) -> list[Run]:
+    """The engines of a group, stock and tidekv in turn. extra, overlaps: tidekv's settings, for group `pressure`."""
     engine: dict[str, Any]
     shape: dict[str, Any]
     out: list[Run] = []
@@ -80,14 +82,16 @@ def runs(group: str, overcommits: list[float]) -> list[Run]:
         small = ranked | {"max_total_tokens": SMALL_POOL}
         out.append(Run("stock, ample", None, ranked, tuple(WORKLOADS)))
         for phase, conservativeness in (("2k_in_512_out", 1.0), ("512_in_1k_out", 0.1)):
+            # At 1.0 stock waits, at 0.1 it retracts. tidekv admits by physical pages: one engine serves both workloads.
             engine = small | {"schedule_conservativeness": conservativeness}
             out.append(Run("stock, 60k", None, engine, (phase,)))
-            for reads in ("exact", "window"):
-                for overcommit in overcommits:
-                    tide = {"TIDEKV_OVERCOMMIT": str(overcommit), "TIDEKV_LOW_READS": reads}
-                    tide["TIDEKV_WINDOW_TOKENS"] = "512"
-                    no_overlap = engine | {"disable_overlap_schedule": True}
-                    out.append(Run(f"tidekv, 60k, {overcommit} x, {reads}", tide, no_overlap, (phase,)))
+        for reads in ("exact", "window"):
+            for overcommit, on in itertools.product(overcommits, overlaps):
+                tide = {"TIDEKV_OVERCOMMIT": str(overcommit), "TIDEKV_LOW_READS": reads}
+                tide |= {"TIDEKV_WINDOW_TOKENS": "512", "TIDEKV_OVERLAP": str(on)}
+                engine = small | {"disable_overlap_schedule": not on}
+                name = f"tidekv, 60k, {overcommit} x, {reads}" + (", overlap" if on else "")
+                out.append(Run(name, tide | extra, engine, tuple(WORKLOADS)))
     else:
         # 8 layers hold 4 staging pairs a page: a small step keeps staging small beside a pool of 100 pages.
         shape = {"json_model_override_args": json.dumps({"num_hidden_layers": 8}), "dtype": "float32"}
@@ -231,32 +235,46 @@ def start(run: Run, config: str, seconds: float, smoke: bool) -> list[dict[str, 
         kept = {key: value for key, value in os.environ.items() if not key.startswith("TIDEKV_")}
         path = os.pathsep.join(part for part in (folder, kept.get("PYTHONPATH", "")) if part)
         switch = {} if run.tide is None else {"TIDEKV_SGLANG": "1", **run.tide}
+        if smoke and run.tide is not None:  # a quantum and a turn of 1/32 of the tokens, too
+            switch = {"TIDEKV_QUANTUM": "2", "TIDEKV_TURN_TOKENS": "8"} | switch
         line = [sys.executable, "-m", "benchmarks.sglang_pressure", "--config", config]
         line += ["--child", json.dumps(asdict(run)), *(["--smoke"] if smoke else [])]
-        process = subprocess.Popen(
-            line, env=kept | {"PYTHONPATH": path} | switch, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        late = False
+        log = Path(folder) / "log"
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                line, env=kept | {"PYTHONPATH": path} | switch, stdout=out, stderr=subprocess.STDOUT, text=True,
+                start_new_session=True,
+            )  # fmt: skip
         try:
-            output, _ = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            late = True
+            late = not watch(process, log, seconds)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # the engine's own processes, too
-        if late:
-            output, _ = process.communicate()
-    lines = output.splitlines()
+        lines = log.read_text().splitlines()
     results = [json.loads(text.removeprefix("RESULT ")) for text in lines if text.startswith("RESULT ")]
     told = [text for text in lines if "tidekv " in text]
-    for text in told[:3] + told[-3:]:
+    for text in told[:2] + [text for text in told[2:] if "idle" in text or text in told[2:4] + told[-3:]]:
         print("   ", text[:230], file=sys.stderr, flush=True)
     if late or process.returncode or len(results) < 1 + len(run.phases):
         print("\n".join(text[:400] for text in lines[-60:]), file=sys.stderr, flush=True)
         reason = f"not done in {seconds:.0f} s" if late else f"exit code {process.returncode}"
         results.append({"run": run.name, "phase": "failed", "reason": reason})
     return results
+
+
+def watch(process: subprocess.Popen[str], log: Path, seconds: float) -> bool:
+    """Whether it ended within START_SECONDS until it serves and `seconds` from then on. Results are told as they
+    come."""
+    deadline, seen = time.monotonic() + START_SECONDS, 0
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+        results = [text for text in log.read_text().splitlines() if text.startswith("RESULT ")]
+        for text in results[seen:]:
+            print("   ", text[:230], file=sys.stderr, flush=True)
+        if results and not seen:
+            deadline = time.monotonic() + seconds
+        seen = len(results)
+    return process.poll() is not None
 
 
 def report(results: list[dict[str, Any]]) -> str:
@@ -283,9 +301,14 @@ def main() -> int:
     parser.add_argument("--group", choices=("full", "pressure", "answers"), default="full")
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--config", default=os.environ.get("SGLANG_LLAMA8B", ""))
-    parser.add_argument("--overcommit", type=float, nargs="+", default=[1.25, 2.0])
+    parser.add_argument("--overcommit", type=float, nargs="+", default=[3.0])
+    parser.add_argument("--overlap", type=int, nargs="+", choices=(0, 1), default=[1], help="of tidekv under pressure")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of tidekv under pressure")
+    parser.add_argument(
+        "--phases", nargs="+", choices=tuple(WORKLOADS), help="workloads of group pressure; default all"
+    )
     parser.add_argument("--only", nargs="+", metavar="RUN", help="these runs of the group, by name, in this order")
-    parser.add_argument("--seconds", type=float, default=240, help="limit for one engine")
+    parser.add_argument("--seconds", type=float, default=120, help="limit for one engine once it serves")
     parser.add_argument("--smoke", action="store_true", help="check this program on a CPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -297,7 +320,10 @@ def main() -> int:
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
-    chosen = runs(args.group, args.overcommit)
+    chosen = runs(args.group, args.overcommit, dict(pair.split("=", 1) for pair in args.set), args.overlap)
+    if args.phases:
+        chosen = [replace(run, phases=tuple(p for p in run.phases if p in args.phases)) for run in chosen]
+        chosen = [run for run in chosen if run.phases]
     if args.only:
         unknown = sorted(set(args.only) - {run.name for run in chosen})
         if unknown:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +24,10 @@ from tidekv.pressure.repack import Work
 from tidekv.sglang_plugin.page_mirror import PageMirror
 from tidekv.sglang_plugin.pool import TideKVPool
 from tidekv.sglang_plugin.virtual_pages import VirtualPages
-from tidekv.sglang_plugin.window import LEVEL, Window
+from tidekv.sglang_plugin.window import Window
+
+if TYPE_CHECKING:
+    from tidekv.sglang_plugin.paused_batch import PausedRequests
 
 LEAST_PAGES = 16  # pages that a narrowing of old pages frees beyond the demand, if there are so many
 _new_event: Callable[..., Any] = torch.cuda.Event  # torch does not type its constructor
@@ -80,6 +83,7 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         self.attention: Any = None  # the TideAttention that reads this pool
         self.window: Window | None = None  # LOSSY: how low requests are read
         self.old_pages: Callable[[], IntArray] | None = None  # virtual pages that no window reaches
+        self.paused: PausedRequests | None = None  # None: nobody pauses
         self.num_evictions = 0  # tokens that physical pressure took from the prefix cache
         self.num_window_pages = 0  # old pages that windows let narrow
         self.num_changes = 0  # allocations and frees: the idle check runs when it has moved
@@ -142,7 +146,7 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         prefix, seq = prefix_lens_cpu.numpy(), seq_lens_cpu.numpy()
         new_pages = -(-seq // page_size) - -(-prefix // page_size)
         high = self._priorities(len(seq))
-        if not self._prepare(new_pages, high):
+        if not self._prepare(new_pages, high, may_pause=True):
             return None
         prefix_lens, seq_lens, last = (t.to(torch.int64) for t in (prefix_lens, seq_lens, last_loc))
         found = self.core.alloc_extend(
@@ -154,7 +158,11 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         ids = self._assign_ids()
         if self.mirror is not None and self.batch is not None and len(self.batch.reqs) == len(seq):
             self.mirror.opened(
-                self.batch.reqs, -(-prefix // page_size), new_pages, ids, high if self.core.new_order is not None else True
+                self.batch.reqs,
+                -(-prefix // page_size),
+                new_pages,
+                ids,
+                high if self.core.new_order is not None else True,
             )
         if not self.pages.displaced and np.array_equal(ids, self.core.new_slots):
             return found[0]
@@ -179,7 +187,11 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         ids = self._assign_ids()
         if self.mirror is not None and self.batch is not None and len(self.batch.reqs) == len(seq):
             self.mirror.opened(
-                self.batch.reqs, seq // int(self.page_size), new_pages, ids, high if self.core.new_order is not None else True
+                self.batch.reqs,
+                seq // int(self.page_size),
+                new_pages,
+                ids,
+                high if self.core.new_order is not None else True,
             )
         if not self.pages.displaced and np.array_equal(ids, self.core.new_slots):
             return found[0]
@@ -197,14 +209,17 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
             return True
         return list(high) if any(high) else False
 
-    def _prepare(self, new_pages: IntArray, high: bool | list[bool]) -> bool:
-        """Virtual ids for the demand are there, and cached prefixes went before anything has to narrow."""
+    def _prepare(self, new_pages: IntArray, high: bool | list[bool], may_pause: bool = False) -> bool:
+        """Virtual ids for the demand are there, and cached prefixes, then whoever may pause, went before the ladder."""
         total = int(new_pages.sum())
         if total > self.pages.num_free or total > self.core.ledger.num_free_pages:
             self.collect_freed()
         if total > self.pages.num_free:
             return False
         self._evict_before_narrowing(demand_of(new_pages, high), len(new_pages))
+        short = total - self.core.ledger.num_free_pages
+        if may_pause and short > 0 and self.paused is not None:
+            self.paused.make_pages(short)
         return True
 
     def _assign_ids(self) -> IntArray:
@@ -219,15 +234,24 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         ledger = self.core.ledger
         return ledger.at_full_width and num_pages <= ledger.num_free_pages
 
+    @property
+    def reads_narrow(self) -> bool:
+        """Some narrow page belongs to somebody who is not paused, or new pages are opened narrow."""
+        ledger = self.core.ledger
+        resting = 0 if self.paused is None else self.paused.num_resting
+        return any(ledger.level) or sum(ledger.num_narrow) > resting
+
     def make_room(self, new_pages: IntArray, high: list[bool], touched: Callable[[], IntArray]) -> bool:
         """Whether the next decode step fits, narrowing if that makes it fit. new_pages: [bs] pages each request opens.
 
         touched(): virtual pages that the step goes on filling; read from the device only if something is narrow.
         """
-        demand = demand_of(new_pages, high)
-        if self.has_plenty(int(new_pages.sum())):
+        demand, total = demand_of(new_pages, high), int(new_pages.sum())
+        if self.has_plenty(total):
             return True
         self.collect_freed()
+        if total <= self.core.ledger.num_free_pages and not self.reads_narrow:
+            return True
         self._evict_before_narrowing(demand, len(new_pages))
         return self.core.make_room(demand, lambda: self.pages.slots_of(touched()))
 
@@ -246,15 +270,30 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         if self.window is not None and self.old_pages is not None and (short := self._shortage(demand, bs)) > 0:
             self._narrow_old_pages(short)
 
+    def gather(self, num_free: int) -> None:
+        """`num_free` free pages, as far as cached prefixes and old pages of windows give them; nobody pauses for it."""
+        self._evict_before_narrowing({HIGH: num_free}, 0)
+
+    def evictable_pages(self) -> int:
+        """Full-width pages of cached prefixes that nobody references."""
+        return self.batch.evictable() // int(self.page_size) if self.batch is not None else 0
+
+    def yielding_pages(self) -> int:
+        """Pages that old pages of windows would free if they narrowed to the width that windows are measured at."""
+        if self.window is None or self.old_pages is None:
+            return 0
+        slots = self.window.candidates(self.core.ledger, self.pages.slots_of(self.old_pages()))
+        return self.window.gives(self.core.ledger, len(slots), self.window.level(self.core.ledger))
+
     def _narrow_old_pages(self, short: int) -> None:
-        """Old pages of windows go before the ladder halves a whole class: nothing will have to be streamed for them."""
+        """Old pages of windows go before anybody pauses: nothing will have to be streamed for them."""
         assert self.window is not None
         assert self.old_pages is not None
         ledger = self.core.ledger
-        level = min(LEVEL, len(ledger.ladder) - 1)
         slots = self.window.candidates(ledger, self.pages.slots_of(self.old_pages()))
-        # A page cut to 1/s gives up (s - 1)/s of itself; a few more at once, so that not every step repacks.
-        wanted = -(-(short + LEAST_PAGES) * (1 << level) // ((1 << level) - 1)) if level else 0
+        level = self.window.level(ledger, len(slots), short)
+        # A few more at once, so that not every step repacks.
+        wanted = self.window.pages_for(ledger, short + LEAST_PAGES, level)
         if len(slots) and wanted:
             self.num_window_pages += self.core.narrow_slots(slots[:wanted], ledger.ladder[level])
 
@@ -266,7 +305,7 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
             level = ledger.level[code]
             rest = max(0, pages - len(ledger.partial_slots(code, level)))
             need += -(-rest // (1 << level))
-        if ledger.any_narrow or any(ledger.level):
+        if self.reads_narrow:
             need += max(0 if ledger.used[DYNAMIC] else 1, ledger.staging_pages_for(bs + sum(demand.values())))
         return need - ledger.num_free_pages
 

@@ -24,10 +24,14 @@ class Settings:
     overlap               1: allow SGLang's overlap scheduling on a GPU
     low_reads             "exact"; or "window", LOSSY: layers that are not resident do not see a low request's old pages
     window_tokens         most recent tokens that a window reads in every layer, beside the first page
+    pausing               0: nobody pauses; the ladder halves a class, and each step streams what it took
+    quantum               decode steps that a paused request runs at least when it comes back
+    turn_tokens           tokens after which a low request gives way to those that had fewer; 0: order of arrival
+    paused_share          part of the pool that paused requests may hold before low newcomers wait unprefilled
     """
 
     priority_threshold: int = 1
-    overcommit: float = 2.0
+    overcommit: float = 4.0
     host_tokens: int | None = None
     low_max_pages: int | None = None
     high_reserved_pages: int | None = None
@@ -35,6 +39,10 @@ class Settings:
     overlap: bool = False
     low_reads: str = "exact"
     window_tokens: int = 1024
+    pausing: bool = True
+    quantum: int = 32
+    turn_tokens: int = 256
+    paused_share: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.overcommit <= 64.0:
@@ -45,6 +53,12 @@ class Settings:
             raise ConfigError(f"TIDEKV_LOW_READS must be {' or '.join(LOW_READS)}, got {self.low_reads!r}")
         if self.window_tokens < 1:
             raise ConfigError(f"TIDEKV_WINDOW_TOKENS must be >= 1, got {self.window_tokens}")
+        if self.quantum < 1 or self.turn_tokens < 0:
+            raise ConfigError(
+                f"TIDEKV_QUANTUM must be >= 1 and TIDEKV_TURN_TOKENS >= 0, got {self.quantum} and {self.turn_tokens}"
+            )
+        if not 0.0 <= self.paused_share <= 1.0:
+            raise ConfigError(f"TIDEKV_PAUSED_SHARE must lie in 0.0..1.0, got {self.paused_share}")
         if self.host_tokens is not None and self.host_tokens < 0:
             raise ConfigError(f"TIDEKV_HOST_TOKENS must be >= 0, got {self.host_tokens}")
 
@@ -69,6 +83,10 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
         "OVERLAP": int,
         "LOW_READS": str,
         "WINDOW_TOKENS": int,
+        "PAUSING": int,
+        "QUANTUM": int,
+        "TURN_TOKENS": int,
+        "PAUSED_SHARE": float,
     }
     unknown = [k for k in environ if k.startswith("TIDEKV_") and k != SWITCH and k[len("TIDEKV_") :] not in kinds]
     if unknown:
@@ -82,7 +100,9 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
                 found[name.lower()] = kind(text)
             except ValueError:
                 raise ConfigError(f"TIDEKV_{name} must be {kind.__name__}, got {text!r}") from None
-    overlap = found.pop("overlap", 0)
-    if overlap not in (0, 1):
-        raise ConfigError(f"TIDEKV_OVERLAP must be 1 (on) or 0 (off), got {overlap}")
-    return Settings(**found, overlap=bool(overlap))  # type: ignore[arg-type]
+    for name in ("overlap", "pausing"):
+        if found.get(name, 0) not in (0, 1):
+            raise ConfigError(f"TIDEKV_{name.upper()} must be 1 (on) or 0 (off), got {found[name]}")
+        if name in found:
+            found[name] = bool(found[name])
+    return Settings(**found)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from tidekv.errors import ConfigError
@@ -18,6 +19,8 @@ from tidekv.sglang_plugin.allocator import BatchView, TideAllocator
 from tidekv.sglang_plugin.attention import TideAttention
 from tidekv.sglang_plugin.build import Original, build_allocator, build_mha_kv_pool, derive_pool_sizes, here
 from tidekv.sglang_plugin.metrics import Reporter
+from tidekv.sglang_plugin.paused_batch import PausedRequests, committed_len
+from tidekv.sglang_plugin.pausing import Rules
 from tidekv.sglang_plugin.pool import TideKVPool
 from tidekv.sglang_plugin.seams import SEAMS, Seam
 
@@ -34,6 +37,8 @@ def prepare_for_extend(original: Original, batch: Any) -> Any:
     for req in batch.reqs:
         if getattr(req, "tidekv_lossy", False):  # retracted: what is computed again is exact, and may be shared
             req.tidekv_lossy = req.skip_radix_cache_insert = False
+    if allocator.paused is not None:
+        allocator.paused.forget(batch.reqs)
     result = original(batch)
     view = allocator.batch
     if view is not None and any(view.high) and allocator.core.low_used:
@@ -76,19 +81,74 @@ def check_decode_mem(original: Original, batch: Any, selected_indices: list[int]
     return allocator.make_room((committed % page_size == 0).astype(np.int64), high, touched)
 
 
-def get_next_batch_to_run(original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+def process_input_requests(original: Original, scheduler: Any, recv_reqs: Any) -> Any:
+    """Whatever SGLang is asked (to abort, to flush, to tell its load), it finds everybody in the running batch."""
+    paused = _paused()
+    if recv_reqs and paused is not None and paused.batch is not None:
+        scheduler.running_batch = paused.join(scheduler.running_batch)
+    return original(scheduler, recv_reqs)
+
+
+def get_next_batch_to_run(original: Original, scheduler: Any, running_batch: Any, last_batch: Any) -> Any:
     """Between two forwards: staging goes back, and widths, if memory is plentiful."""
     tide = here()
     if tide.allocator is not None:
         tide.allocator.end_step()
+        paused = tide.allocator.paused
+        if paused is not None and paused.is_due(running_batch):
+            scheduler.running_batch = running_batch = paused.join(running_batch)
         halvings = sum(tide.allocator.core.num_halvings.values())
         tide.calm_steps = tide.calm_steps + 1 if halvings == tide.seen_halvings else 0
         tide.seen_halvings = halvings
-        if tide.calm_steps >= CALM_STEPS or scheduler.is_fully_idle():
+        idle = scheduler.is_fully_idle()
+        if paused is not None and paused.paused:
+            if tide.calm_steps % CALM_STEPS == CALM_STEPS - 1:
+                paused.widen_running(running_batch)
+        elif tide.calm_steps >= CALM_STEPS or idle:
             tide.allocator.restore(tide.settings.restore_free)
         if tide.reporter is not None:
             tide.reporter.step()
-    return original(scheduler, *args, **kwargs)
+    return original(scheduler, running_batch=running_batch, last_batch=last_batch)
+
+
+def get_new_batch_prefill(original: Original, scheduler: Any, running_batch: Any) -> Any:
+    """Whose pages a prefill may take."""
+    paused = _paused()
+    if paused is not None:
+        paused.running = running_batch
+    return original(scheduler, running_batch)
+
+
+def add_one_req(original: Original, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang admits by virtual pages; here by physical ones: who would only be paused waits in the queue instead."""
+    paused = _paused()
+    if paused is None:
+        return original(adder, req, *args, **kwargs)
+    added, num_added = getattr(adder, "tidekv_added", (0, 0))
+    prefix = len(req.prefix_indices) if hasattr(req, "prefix_indices") else req.prefix_len
+    need = -(-(len(req.full_untruncated_fill_ids) - prefix) // paused.rules.page_size) + 1
+    if not paused.admits(need, is_high(req), added, num_added):
+        return AddReqResult.NO_TOKEN
+    result = original(adder, req, *args, **kwargs)
+    if adder.can_run_list and adder.can_run_list[-1] is req:
+        adder.tidekv_added = (added + need, num_added + 1)
+        paused.order_of(req)
+    return result
+
+
+def update_running_batch(original: Original, scheduler: Any, batch: Any) -> Any:
+    """Before a decode: who does not fit pauses, and who fits again goes on."""
+    paused = _paused()
+    if paused is not None:
+        before = len(batch.reqs)
+        batch.filter_batch()
+        if not batch.is_empty():
+            _announce(batch, batch.reqs)
+            resumed = paused.num_resumes
+            paused.before_decode(batch)
+            if len(batch.reqs) < before or paused.num_resumes > resumed:
+                batch.batch_is_full = False
+    return original(scheduler, batch)
 
 
 def on_idle(original: Original, scheduler: Any) -> Any:
@@ -99,6 +159,7 @@ def on_idle(original: Original, scheduler: Any) -> Any:
         allocator.check()
         tide.checked_changes = allocator.num_changes
         if tide.reporter is not None:
+            tide.reporter.log_idle()
             tide.reporter.publish()
     return original(scheduler)
 
@@ -106,23 +167,18 @@ def on_idle(original: Original, scheduler: Any) -> Any:
 def old_pages(scheduler: Any) -> IntArray:
     """Virtual pages of running low requests that no window reaches, oldest request first. Reads rows back."""
     tide = here()
-    allocator, batch = tide.allocator, scheduler.running_batch
+    allocator = tide.allocator
+    batch = scheduler.running_batch if allocator is None or allocator.paused is None else allocator.paused.running
     if allocator is None or allocator.window is None or batch is None:
         return NO_SLOTS
     page_size, rows = int(allocator.page_size), scheduler.req_to_token_pool.req_to_token
     found = [NO_SLOTS]
     for index, req in enumerate(batch.reqs):
         end = int(allocator.window.old_pages(np.array([committed_len(req)]))[0])
-        if not is_high(req) and end > 1:
+        if not is_high(req) and end > 1 and not req.finished():
             locs = rows[batch.req_pool_indices[index], page_size : end * page_size : page_size]
             found.append(locs.cpu().numpy().astype(np.int64) // page_size)
     return np.concatenate(found)
-
-
-def committed_len(req: Any) -> int:
-    """Tokens whose KV is written: on the request in 0.5.17, on its KV record later."""
-    own = getattr(req, "kv_committed_len", None)
-    return int(req.kv.kv_committed_len if own is None else own)
 
 
 def is_high(req: Any) -> bool:
@@ -132,6 +188,11 @@ def is_high(req: Any) -> bool:
     if priority is None:
         return False
     return bool(priority <= threshold if tide.low_values_first else priority >= threshold)
+
+
+def _paused() -> PausedRequests | None:
+    allocator = here().allocator
+    return None if allocator is None else allocator.paused
 
 
 def _announce(batch: Any, reqs: list[Any]) -> TideAllocator:
@@ -183,6 +244,14 @@ def scheduler_init(original: Original, scheduler: Any, *args: Any, **kwargs: Any
         forward_stream = scheduler.forward_stream
         tide.allocator.core.fence = lambda: torch.cuda.current_stream().wait_stream(forward_stream)
     tide.allocator.old_pages = lambda: old_pages(scheduler)
+    ladder, settings = tide.allocator.core.ledger.ladder, tide.settings
+    if settings.pausing and len(ladder) > 1 and capacity.host_pages:
+        rules = Rules(
+            int(tide.allocator.page_size), 1 << (len(ladder) - 1), settings.quantum, settings.turn_tokens,
+            settings.paused_share,
+        )  # fmt: skip
+        rows = scheduler.req_to_token_pool.req_to_token
+        tide.allocator.paused = PausedRequests(tide.allocator, rows, rules, is_high)
     collector = getattr(scheduler, "metrics_collector", None)
     tide.reporter = Reporter(tide.allocator, dict(collector.labels) if collector is not None else None)
     page_size = int(tide.allocator.page_size)
@@ -206,6 +275,10 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "ScheduleBatch.prepare_for_decode": prepare_for_decode,
     "ScheduleBatch.check_decode_mem": check_decode_mem,
     "Scheduler.get_next_batch_to_run": get_next_batch_to_run,
+    "Scheduler.process_input_requests": process_input_requests,
+    "Scheduler.get_new_batch_prefill": get_new_batch_prefill,
+    "Scheduler.update_running_batch": update_running_batch,
+    "PrefillAdder.add_one_req": add_one_req,
     "Scheduler.on_idle": on_idle,
     "Scheduler.__init__": scheduler_init,
     "ModelRunner._forward_raw": forward_hooks.forward_raw,

@@ -20,12 +20,16 @@ GAUGES = {
     "virtual_pages_used": "Logical pages in use",
     "host_pages_used": "Pages of the host pool that hold layers",
     "host_pages": "Pages of the host pool",
+    "paused_requests": "Requests that hold their KV at minimum width and do not decode now",
 }
 COUNTERS = {
     "halvings_total": "Times a priority's pages were halved",
     "restores_total": "Times widths came back",
     "merges_total": "Times half-empty pages were merged",
     "pages_freed_total": "Pages that narrowing and merging have freed",
+    "pauses_total": "Times a low request stopped decoding because not all of them fit",
+    "resumes_total": "Times a paused request went on",
+    "decode_steps_total": "Decode batches that were scheduled",
     "evicted_tokens_total": "Tokens of cached prefixes that gave way to physical pressure",
     "window_pages_total": "Old pages of low requests that a window (LOSSY) let narrow",
     "bytes_to_host_total": "Bytes of K and V copied to the host",
@@ -40,6 +44,7 @@ def snapshot(allocator: TideAllocator) -> dict[str, float]:
     attention = getattr(allocator, "core_attention", None)
     streamed = attention.streamer.bytes_in if attention is not None else 0
     written = attention.host_bytes_out if attention is not None else 0
+    paused = allocator.paused
     out: dict[str, float] = {
         f"pages{{{name},{width}}}": count for (name, width), count in ledger.pages_by_state().items() if name != "free"
     }
@@ -49,6 +54,10 @@ def snapshot(allocator: TideAllocator) -> dict[str, float]:
         "virtual_pages_used": allocator.pages.num_live,
         "host_pages_used": ledger.num_host_pages - len(ledger.host_free),
         "host_pages": ledger.num_host_pages,
+        "paused_requests": len(paused.paused) if paused is not None else 0,
+        "pauses_total": paused.num_pauses if paused is not None else 0,
+        "resumes_total": paused.num_resumes if paused is not None else 0,
+        "decode_steps_total": paused.num_steps if paused is not None else 0,
         "restores_total": core.num_restores,
         "merges_total": core.num_merges,
         "pages_freed_total": core.num_pages_freed,
@@ -70,6 +79,7 @@ class Reporter:
         self._metrics: dict[str, Any] = {}
         self._last = snapshot(allocator)
         self._logged = dict(self._last)
+        self._idle = dict(self._last)
         self._next = 0.0
         if labels is not None:
             # Imported late: SGLang sets the multiprocess folder first.
@@ -95,6 +105,24 @@ class Reporter:
             self._next = now + EVERY_SECONDS
             self.publish()
 
+    def log_idle(self) -> None:
+        """What the busy time that has just ended came to."""
+        now, last = snapshot(self.allocator), self._idle
+        since = {name: now[name] - last[name] for name in COUNTERS if name in now}
+        self._idle = now
+        logger.info(
+            "tidekv idle. #decode-step: %d, #pause: %d, #resume: %d, to host: %.2f GB, from host: %.2f GB, "
+            "#evicted-token: %d, #window-page: %d, #narrow-page: %d",
+            since["decode_steps_total"],
+            since["pauses_total"],
+            since["resumes_total"],
+            since["bytes_to_host_total"] / 1e9,
+            since["bytes_from_host_total"] / 1e9,
+            since["evicted_tokens_total"],
+            since["window_pages_total"],
+            now["narrow_slots"],
+        )
+
     def publish(self) -> None:
         """Bring the registry up to date."""
         current = snapshot(self.allocator)
@@ -103,12 +131,12 @@ class Reporter:
         self._last = current
 
     def _log(self, last: dict[str, float]) -> None:
-        core = self.allocator.core
+        core, paused = self.allocator.core, self.allocator.paused
         ledger, ladder = core.ledger, core.ledger.ladder
         what = "restore" if core.num_restores != last["restores_total"] else "narrow"
         logger.info(
             "tidekv %s. width high: %d, low: %d, #narrow-page: %d, #page: %d, #free-physical-page: %d, "
-            "#host-page: %d, #halving: %d, #restore: %d",
+            "#host-page: %d, #halving: %d, #restore: %d, #paused-req: %d, #pause: %d, #decode-step: %d",
             what,
             ladder[ledger.level[HIGH]],
             ladder[ledger.level[LOW]],
@@ -118,6 +146,9 @@ class Reporter:
             ledger.num_host_pages - len(ledger.host_free),
             sum(core.num_halvings.values()),
             core.num_restores,
+            len(paused.paused) if paused is not None else 0,
+            paused.num_pauses if paused is not None else 0,
+            paused.num_steps if paused is not None else 0,
         )
 
     def _write(self, before: dict[str, float], now: dict[str, float]) -> None:

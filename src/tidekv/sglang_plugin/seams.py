@@ -67,6 +67,13 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "managers.scheduler", "Scheduler.get_next_batch_to_run", ("self", "running_batch", "last_batch"), "hook"
     ),
+    # who pauses: decided before a decode; merged back before SGLang handles what it received
+    Seam("managers.scheduler", "Scheduler.process_input_requests", ("self", "recv_reqs"), "hook"),
+    Seam("managers.scheduler", "Scheduler.get_new_batch_prefill", ("self", "running_batch"), "hook"),
+    Seam("managers.scheduler", "Scheduler.update_running_batch", ("self", "batch"), "hook"),
+    Seam("managers.schedule_policy", "PrefillAdder.add_one_req",
+         ("self", "req", "has_chunked_req", "truncation_align_size"), "hook"),
+    Seam("managers.schedule_batch", "ScheduleBatch.merge_batch", ("self", "other"), "call"),
     Seam("managers.scheduler", "Scheduler.on_idle", ("self",), "hook"),
     Seam("managers.scheduler", "Scheduler.__init__", ("self", "server_args", "port_args"), "hook"),
     # a forward: how its batch is read is planned once, around all of it

@@ -13,7 +13,7 @@ import numpy as np
 
 from tidekv.memory.ledger import LOW, BoolArray, IntArray, Ledger
 
-LEVEL = 2  # old pages keep L/4 layers: what docs/fidelity.md measures, and no fewer
+LEVEL = 2  # old pages keep L/4 layers, which is what docs/fidelity.md measures; fewer only where that does not do
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,25 @@ class Window:
         page = np.arange(num_pages)[None, :]
         mask: BoolArray = (page >= 1) & (page < self.old_pages(kv_lens)[:, None]) & is_low[:, None]
         return mask
+
+    @staticmethod
+    def level(ledger: Ledger, num_slots: int = 0, short: int = 0) -> int:
+        """Ladder index for old pages: `LEVEL`, or the first below it at which so many slots free `short` pages."""
+        lowest = len(ledger.ladder) - 1
+        level = min(LEVEL, lowest)
+        while level < lowest and Window.gives(ledger, num_slots, level) < short:
+            level += 1
+        return level
+
+    @staticmethod
+    def gives(ledger: Ledger, num_slots: int, level: int) -> int:
+        """Pages that so many full-width pages free when they are cut to ladder[level]."""
+        return num_slots - -(-num_slots // (1 << level)) if 0 < level < len(ledger.ladder) else 0
+
+    @staticmethod
+    def pages_for(ledger: Ledger, short: int, level: int) -> int:
+        """Full-width pages to cut so that `short` become free: one cut to 1/s gives up (s - 1)/s of itself."""
+        return -(-short * (1 << level) // ((1 << level) - 1)) if 0 < level < len(ledger.ladder) else 0
 
     @staticmethod
     def candidates(ledger: Ledger, slots: IntArray) -> IntArray:
