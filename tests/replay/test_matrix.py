@@ -30,6 +30,7 @@ def test_the_matrix_runs_everything_once_and_goes_on_where_it_was(matrix: Any, t
     rows = [{"t": 0.05 * i, "in": 900, "out": 40, "prio": "high" if i % 3 else "low"} for i in range(18)]
     mix.write_text("\n".join(map(json.dumps, rows)))
     command = [str(mix), "--out", str(tmp_path / "out"), "--capacity", "1/2", "--duration", "10"]
+    command += ["--commit", "made", "--jobs", "2"]  # the peak's run comes before those that need it
     assert matrix.main(command) == 0
     runs = sorted((tmp_path / "out" / "runs").glob("*.json"))
     assert len(runs) == 6  # unlimited, and five at half of its peak
@@ -41,6 +42,7 @@ def test_the_matrix_runs_everything_once_and_goes_on_where_it_was(matrix: Any, t
     lossy = found["made_llama-3.1-8b_0.500_narrow-exact-window.json"]
     assert lossy["low_reads"] == "window (LOSSY)"
     assert "narrow LOSSY: low window" in (tmp_path / "out" / "tables.md").read_text()
+    assert {run["commit"] for run in found.values()} == {"made"}
     before = {path: path.stat().st_mtime_ns for path in runs}
     runs[0].unlink()
     assert matrix.main(command) == 0
