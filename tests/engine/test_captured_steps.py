@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine_cases import answers, assert_clean, make_engine, pages_together, poison_everything, random_load
-from tidekv.engine.cuda_graphs import CapturedStep, DecodeGraphs
+from tidekv.attention.captured_steps import CapturedStep, DecodeGraphs
 
 
 def replaying(layer_num: int, pages: int, **options: Any) -> Any:

@@ -41,5 +41,5 @@ def test_what_does_not_fit_is_refused(device):
         fill_rows_(out, torch.zeros(2, dtype=torch.int32, device=device), first, 4, 1)
     with pytest.raises(ConfigError, match="max_len"):
         fill_rows_(out, torch.zeros(3, dtype=torch.int32, device=device), first, 4, 0)
-    with pytest.raises(ConfigError, match="out must be torch.int32 or torch.int64"):
+    with pytest.raises(ConfigError, match=r"out must be torch\.int32 or torch\.int64"):
         fill_rows_(out.float(), torch.zeros(3, dtype=torch.int32, device=device), first, 4, 1)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from tidekv.attention.backend import AttentionBackend
+from tidekv.attention.captured_steps import CapturedStep, DecodeGraphs
 from tidekv.attention.page_tables import PackedBatch, build_batch
-from tidekv.engine.cuda_graphs import CapturedStep, DecodeGraphs
 from tidekv.engine.memory import RequestMemory
 from tidekv.engine.model import LoadedModel, forward_packed
 from tidekv.engine.read_modes import ReadModes

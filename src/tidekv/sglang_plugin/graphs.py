@@ -1,4 +1,4 @@
-"""Narrowed decode steps of SGLang's models, captured and replayed as the core's engine does it (`engine/cuda_graphs`).
+"""Narrowed decode steps of SGLang's models, captured and replayed (`attention/captured_steps`).
 
 SGLang's own graphs are captured over its attention kernels and know nothing of slots. Here the same model is captured
 over the core's attention; sampling stays SGLang's. A step whose shape was not seen before runs launch by launch.
@@ -18,8 +18,8 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 
+from tidekv.attention.captured_steps import CapturedStep, DecodeGraphs, StepShape
 from tidekv.attention.page_tables import HostBatch
-from tidekv.engine.cuda_graphs import CapturedStep, DecodeGraphs, StepShape
 from tidekv.errors import InvariantError
 from tidekv.sglang_plugin.attention import TideAttention
 
