@@ -138,6 +138,19 @@ def test_copy_rows_matches_a_loop(backend, device, dtype, heads, dim, layout):
             assert torch.equal(bits(d), e)
 
 
+@pytest.mark.parametrize("max_programs", [1, 2, 100])
+def test_copy_rows_by_few_programs(backend, device, max_programs):
+    """11 rows are three turns of four: the last is not full, and a program takes more than one."""
+    src = [random_bits((11, 2, 16), torch.bfloat16, s, device) for s in (1, 2)]
+    dst = [random_bits((30, 2, 16), torch.bfloat16, s, device) for s in (3, 4)]
+    rows = int64([29, 3, -1, 7, 0, 8, 9, -1, 10, 11, 12], device)
+    expected = [d.clone() for d in dst]
+    copy_rows(*expected, *src, rows, backend="torch")
+    copy_rows(*dst, *src, rows, max_programs=max_programs, backend=backend)
+    for d, e in zip(dst, expected, strict=True):
+        assert torch.equal(bits(d), bits(e))
+
+
 def test_nothing_to_move_changes_nothing(backend, device):
     k, v = torch.ones(6, 1, 4, device=device), torch.zeros(6, 1, 4, device=device)
     none = int64([], device)

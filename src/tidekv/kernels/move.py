@@ -28,6 +28,15 @@ from tidekv.kernels import (
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.int8))
 # 8 KiB of K and 8 KiB of V in flight a program: with 4 warps four 16-byte accesses each for K and for V a thread
 _BLOCK_WORDS = 1024
+_WORDS_A_WARP = 256
+# What hides the latency of the link is bytes under way: 64 KiB of them bring half of its rate, 128 KiB 0.88, 256 KiB
+# 0.92 (one H200). So the fewer programs, the more each of them carries.
+_WORDS_UNDER_WAY = 16 * 1024  # of K, and as many of V
+_MOST_WORDS = 4096  # of a program: 16 warps of 32 data registers a thread
+# Writing rows to the host with a program a row fills every SM with waiting stores: a matmul beside it takes 1.7 times
+# as long. 16 programs of 4 rows of 2 KiB keep as many bytes under way as a copy of cells does.
+HOST_WRITE_PROGRAMS = 16
+_ROWS_A_TURN = 4
 
 
 @triton.jit
@@ -130,20 +139,26 @@ def compact_cells(
 
 
 @triton.jit
+def _copy_item(dst_k, dst_v, src_k, src_v, dst_pages, src_pages, item, page_words, num_chunks, BLOCK: tl.constexpr):
+    """BLOCK words of one page, of K and of V."""
+    which = item // num_chunks
+    offs = (item % num_chunks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offs < page_words
+    src = tl.load(src_pages + which) * page_words + offs
+    dst = tl.load(dst_pages + which) * page_words + offs
+    k_words = tl.load(src_k + src, mask=inside)
+    v_words = tl.load(src_v + src, mask=inside)
+    tl.store(dst_k + dst, k_words, mask=inside)
+    tl.store(dst_v + dst, v_words, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_items"])
 def copy_cells_kernel(
     dst_k, dst_v, src_k, src_v, dst_pages, src_pages, num_items, page_words, num_chunks, BLOCK: tl.constexpr
 ):
-    """Persistent: program p takes items p, p + programs, ...; an item is BLOCK words of one page, of K and of V."""
+    """Persistent: program p takes items p, p + programs, ..."""
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        which = item // num_chunks
-        offs = (item % num_chunks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = offs < page_words
-        src = tl.load(src_pages + which) * page_words + offs
-        dst = tl.load(dst_pages + which) * page_words + offs
-        k_words = tl.load(src_k + src, mask=inside)
-        v_words = tl.load(src_v + src, mask=inside)
-        tl.store(dst_k + dst, k_words, mask=inside)
-        tl.store(dst_v + dst, v_words, mask=inside)
+        _copy_item(dst_k, dst_v, src_k, src_v, dst_pages, src_pages, item, page_words, num_chunks, BLOCK)
 
 
 @triton.jit
@@ -155,15 +170,7 @@ def copy_listed_cells_kernel(
     begin = tl.load(bounds) * num_chunks + tl.program_id(0)
     end = tl.load(bounds + 1) * num_chunks
     for item in range(begin, end, tl.num_programs(0)):
-        which = item // num_chunks
-        offs = (item % num_chunks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = offs < page_words
-        src = tl.load(src_pages + which) * page_words + offs
-        dst = tl.load(dst_pages + which) * page_words + offs
-        k_words = tl.load(src_k + src, mask=inside)
-        v_words = tl.load(src_v + src, mask=inside)
-        tl.store(dst_k + dst, k_words, mask=inside)
-        tl.store(dst_v + dst, v_words, mask=inside)
+        _copy_item(dst_k, dst_v, src_k, src_v, dst_pages, src_pages, item, page_words, num_chunks, BLOCK)
 
 
 def copy_cells_ref(
@@ -236,20 +243,25 @@ def copy_cells(
     if dst_pages.numel() == 0:
         return
     words, page_words = _as_words(tuple(flats.values()), _page_bytes(dst_k, page_size))
-    num_chunks = cdiv(page_words, _BLOCK_WORDS)
+    block = _BLOCK_WORDS
+    if max_programs is not None:
+        wanted = min(_MOST_WORDS, next_power_of_2(page_words), next_power_of_2(cdiv(_WORDS_UNDER_WAY, max_programs)))
+        block = max(block, wanted)
+    num_chunks = cdiv(page_words, block)
     num_items = dst_pages.numel() * num_chunks
+    shape = {"BLOCK": block, "num_warps": block // _WORDS_A_WARP}
     with on_device(dst_pages):
         if bounds is not None:
             copy_listed_cells_kernel[(max_programs,)](
-                *words, dst_pages, src_pages, bounds, page_words, num_chunks, BLOCK=_BLOCK_WORDS
+                *words, dst_pages, src_pages, bounds, page_words, num_chunks, **shape
             )
             return
         copy_cells_kernel[(min(num_items, max_programs or num_items),)](
-            *words, dst_pages, src_pages, num_items, page_words, num_chunks, BLOCK=_BLOCK_WORDS
+            *words, dst_pages, src_pages, num_items, page_words, num_chunks, **shape
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # else 1 row and multiples of 16 are compiled apart, while serving
 def copy_rows_kernel(
     dst_k,
     dst_v,
@@ -257,6 +269,7 @@ def copy_rows_kernel(
     src_v,
     dst_rows,
     src_rows,
+    num_rows,
     k_row_stride,
     k_head_stride,
     v_row_stride,
@@ -265,28 +278,31 @@ def copy_rows_kernel(
     HEAD_WORDS: tl.constexpr,
     HAS_SRC_ROWS: tl.constexpr,
     PACKED: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (t, c) copies words [c * BLOCK, (c + 1) * BLOCK) of one row; strides are in words."""
-    t = tl.program_id(0).to(tl.int64)
-    dst_row = tl.load(dst_rows + t)
-    src_row = t
-    if HAS_SRC_ROWS:
-        src_row = tl.load(src_rows + t)
-    if dst_row >= 0:
-        offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = offs < row_words
-        if PACKED:
-            k_offs = offs
-            v_offs = offs
-        else:
-            head = (offs // HEAD_WORDS).to(tl.int64)
-            k_offs = head * k_head_stride + offs % HEAD_WORDS
-            v_offs = head * v_head_stride + offs % HEAD_WORDS
-        k_words = tl.load(src_k + src_row * k_row_stride + k_offs, mask=inside)
-        v_words = tl.load(src_v + src_row * v_row_stride + v_offs, mask=inside)
-        tl.store(dst_k + dst_row * row_words + offs, k_words, mask=inside)
-        tl.store(dst_v + dst_row * row_words + offs, v_words, mask=inside)
+    """Persistent: program (p, c) copies words [c * BLOCK, (c + 1) * BLOCK) of ROWS rows, then of the next ROWS that no
+    other program takes; strides are in words."""
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PACKED:
+        k_offs = offs
+        v_offs = offs
+    else:
+        head = (offs // HEAD_WORDS).to(tl.int64)
+        k_offs = head * k_head_stride + offs % HEAD_WORDS
+        v_offs = head * v_head_stride + offs % HEAD_WORDS
+    for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        t = first + tl.arange(0, ROWS)
+        dst_row = tl.load(dst_rows + t, mask=t < num_rows, other=-1)
+        src_row = t.to(tl.int64)
+        if HAS_SRC_ROWS:
+            src_row = tl.load(src_rows + t, mask=t < num_rows, other=0)
+        inside = (dst_row >= 0)[:, None] & (offs < row_words)[None, :]
+        k_words = tl.load(src_k + src_row[:, None] * k_row_stride + k_offs[None, :], mask=inside)
+        v_words = tl.load(src_v + src_row[:, None] * v_row_stride + v_offs[None, :], mask=inside)
+        to = dst_row[:, None] * row_words + offs[None, :]
+        tl.store(dst_k + to, k_words, mask=inside)
+        tl.store(dst_v + to, v_words, mask=inside)
 
 
 def copy_rows_ref(
@@ -309,6 +325,7 @@ def copy_rows(
     dst_rows: Tensor,
     src_rows: Tensor | None = None,
     *,
+    max_programs: int | None = None,
     backend: Backend = "auto",
 ) -> None:
     """Scatters rows (one token of one layer: [num_kv_heads, head_dim]) of K and V into flat tensors.
@@ -320,6 +337,8 @@ def copy_rows(
         dst_rows: [t] int64, flat rows, distinct among those >= 0 (the sink's rows may repeat); a negative row skips
             its token.
         src_rows: [t] int64 rows of the source; None: token i is row i, and t = S.
+        max_programs: at most so many thread blocks (times the pieces of 8 KiB that a row has). None: one a row, or
+            `HOST_WRITE_PROGRAMS` if the rows go to the host.
     Raises:
         ConfigError: a dtype, shape, stride or device that cannot work, host memory that is not pinned.
     """
@@ -347,6 +366,8 @@ def copy_rows(
             src_rows.numel() == dst_rows.numel(),
             lambda: f"src_rows has {src_rows.numel()} entries but dst_rows has {dst_rows.numel()}",
         )
+    if max_programs is not None:
+        check_positive("max_programs", max_programs)
     flats = {"dst_k": dst_k, "dst_v": dst_v, "src_k": src_k, "src_v": src_v}
     if not use_triton(
         copy_rows_kernel, backend, {**flats, "dst_rows": dst_rows, "src_rows": src_rows}, may_be_host=flats
@@ -368,21 +389,28 @@ def copy_rows(
     )
     row_words = num_heads * head_dim * itemsize // word_bytes
     block = min(1024, next_power_of_2(row_words))
+    num_rows = dst_rows.numel()
+    if max_programs is None and dst_rows.is_cuda and not dst_k.is_cuda:
+        max_programs = HOST_WRITE_PROGRAMS
+    rows = 1 if max_programs is None else _ROWS_A_TURN
+    turns = cdiv(num_rows, rows)
     with on_device(dst_rows):
-        copy_rows_kernel[(dst_rows.numel(), cdiv(row_words, block))](
+        copy_rows_kernel[(min(turns, max_programs or turns), cdiv(row_words, block))](
             dst_k.view(word),
             dst_v.view(word),
             _reinterpret(src_k, word),
             _reinterpret(src_v, word),
             dst_rows,
             dst_rows if src_rows is None else src_rows,
+            num_rows,
             *(s * itemsize // word_bytes for s in strides),
             row_words,
             HEAD_WORDS=head_dim * itemsize // word_bytes,
             HAS_SRC_ROWS=src_rows is not None,
             PACKED=packed,
+            ROWS=rows,
             BLOCK=block,
-            num_warps=max(1, min(4, block // 64)),
+            num_warps=max(1, min(4, rows * block // 64)),
         )
 
 
