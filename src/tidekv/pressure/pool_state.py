@@ -122,11 +122,6 @@ class PagedPoolState:
         self.new_slots: IntArray = NO_SLOTS
         self.new_order: torch.Tensor | None = None
 
-    def drop_parked(self, host_pages: IntArray) -> None:
-        """A parked request is gone (aborted, or dropped to be recomputed)."""
-        contract.check_parked(self.ledger, host_pages)
-        self.ledger.drop_parked(host_pages)
-
     def promote(self, locs: torch.Tensor) -> None:
         """Pages of these locations count as high from now on: a page shared with a high request is a high page."""
         self.ledger.promote(locs.cpu().numpy().astype(np.int64) // self.page_size)
@@ -257,6 +252,26 @@ class PagedPoolState:
         else:
             since = np.flatnonzero(self.ledger.occupied & (self.ledger.stamp >= state.next_stamp))
             self.ledger.release(since)
+
+    def _slots_on_device(self, slots: IntArray, is_run: bool) -> tuple[torch.Tensor, tuple[int, int]]:
+        """A tensor on the device and the run of it that is `slots`."""
+        if is_run:
+            return self._free_list_run(len(slots))
+        return torch.from_numpy(slots).to(self.device, non_blocking=True), (0, len(slots))
+
+    def _locs_of(self, slots: IntArray, is_run: bool) -> torch.Tensor:
+        """[len(slots) * page_size] all locations of these slots, in their order."""
+        there, (first, count) = self._slots_on_device(slots, is_run)
+        offsets = torch.arange(self.page_size, device=self.device)
+        return (there[first : first + count, None] * self.page_size + offsets).reshape(-1)
+
+    def _free_list_run(self, n: int) -> tuple[torch.Tensor, tuple[int, int]]:
+        """The `n` page ids that the ledger has just handed out, as a run of the device's mirror of the free list: no
+        copy, and no slice, which would cost as much as the rest of the call."""
+        pages = self.ledger.free_list
+        if self._device_free_list[0] != pages.version:
+            self._device_free_list = (pages.version, torch.from_numpy(pages.pages).to(self.device, non_blocking=True))
+        return self._device_free_list[1], (pages.head - n, n)
 
     def register_loc_holder(self, holder: LocHolder) -> Callable[[], None]:
         """Tensors of locations (or a callable that gives them) to rewrite in place at every repack. Returns the way

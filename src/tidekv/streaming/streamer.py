@@ -95,7 +95,7 @@ class Streamer:
         self._copied = {}
         self._stream.wait_stream(torch.cuda.current_stream(device))
         for item in schedule.items[:AHEAD]:
-            self._issue(item)
+            self._issue(item, self._stream)
 
     def count(self, schedule: StreamSchedule) -> None:
         """Book the copies of a step; of a captured one at each replay."""
@@ -118,7 +118,7 @@ class Streamer:
             done = _new_event()
             done.record(torch.cuda.current_stream(self.device_pool.device))
             self._stream.wait_event(done)
-            self._issue(self._schedule.items[follower])
+            self._issue(self._schedule.items[follower], self._stream)
 
     def end(self) -> None:
         """The step is over; later work on the current stream may reuse staging and host pages."""
@@ -126,12 +126,11 @@ class Streamer:
             torch.cuda.current_stream(self.device_pool.device).wait_stream(self._stream)
         self._schedule = self._lists = None
 
-    def _issue(self, item: Item) -> None:
-        assert self._stream is not None
-        with torch.cuda.stream(self._stream):
+    def _issue(self, item: Item, stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):
             self._copy(item)
             event = _new_event()
-            event.record(self._stream)
+            event.record(stream)
         self._copied[item.index] = event
 
     def _copy(self, item: Item) -> None:
