@@ -303,3 +303,32 @@ def test_restore_state_after_an_eviction_does_not_bring_back_what_the_cache_forg
     a.restore_state(state)
     assert a.num_free_pages == 1
     assert a.ledger.occupied.sum() == 2
+
+
+@pytest.mark.parametrize("repack_in_between", [False, True])
+def test_restore_state_keeps_what_was_parked_before_and_has_come_back(repack_in_between):
+    """Coming back is no allocation: its only copy would be freed. What was allocated since goes, parked in between or
+    not."""
+    a = make_allocator(8, 10, 4, dynamic_max_pages=1)
+    row, serials = new_request(a, 10, False, 1)
+    other, other_serials = new_request(a, 4, False, 101)
+    hosts = a.park(row_locs(a, row, 10))
+    a.req_to_token_pool.free(row)
+    state = a.backup_state()
+    speculative, _ = a.alloc(8, False)
+    if repack_in_between:
+        assert a._halve_and_repack(LOW, 0)
+        assert a.restore_widths(max_slots=1) == 1
+    locs = a.unpark(hosts, False)
+    (row,) = a.req_to_token_pool.alloc(1)
+    a.req_to_token_pool.write((row, slice(0, 10)), locs[:10])
+    away, _ = a.alloc(4, False)
+    away = a.unpark(a.park(away), False)
+    a.restore_state(state)
+    a.check()
+    assert a.ledger.occupied.sum() == 3 + 1
+    assert not a.ledger.is_slot(away.numpy() // 4).any()
+    if not repack_in_between:
+        assert not a.ledger.is_slot(speculative.numpy() // 4).any()
+    assert_reads(a, row_locs(a, row, 10), serials)
+    assert_reads(a, row_locs(a, other, 4), other_serials)

@@ -140,6 +140,7 @@ class Ledger:
         self.any_backed = False  # some slot has been written through since `clear`
         self.host_free: IntArray = np.arange(self.num_host_pages - 1, -1, -1, dtype=np.int64)  # a stack, lowest on top
         self.host_parked = np.zeros(self.num_host_pages, dtype=np.bool_)
+        self.host_stamp = np.zeros(self.num_host_pages, dtype=np.int64)  # of a parked page: that of its slot
         self.next_stamp = 1
 
     def clone(self) -> Ledger:
@@ -150,7 +151,7 @@ class Ledger:
         other.used, other.level, other.num_narrow = self.used[:], self.level[:], self.num_narrow[:]
         for name in (
             "page_code", "page_level", "page_occupied", "occupied", "host_plus_1", "backed", "stamp", "dynamic_of",
-            "host_parked",
+            "host_parked", "host_stamp",
         ):  # fmt: skip
             setattr(other, name, getattr(self, name).copy())
         return other
@@ -302,6 +303,7 @@ class Ledger:
         if host_pages is not None:
             self.host_plus_1[slots] = host_pages + 1
             self.host_parked[host_pages] = False
+            self.stamp[slots] = self.host_stamp[host_pages]  # coming back is not being opened
             self._release_host(slots[~narrow])
         else:
             self.host_plus_1[slots[narrow]] = self._take_host(int(narrow.sum())) + 1
@@ -488,6 +490,7 @@ class Ledger:
         self.give_host_pages(combined)
         hosts = self.host_pages_of(combined)
         self.host_parked[hosts] = True
+        self.host_stamp[hosts] = self.stamp[combined]
         self.host_plus_1[combined] = 0
         self.backed[combined] = False
         self.release(combined)
