@@ -2,6 +2,7 @@
 hand.
 
     SGLANG_USE_CPU_ENGINE=1 TIDEKV_SGLANG=1 python tests/sglang/one_runner.py FOLDER OUT      writes one JSON object
+    TIDEKV_SGLANG=1 python tests/sglang/one_runner.py FOLDER OUT --cuda      the same with real graphs
 
 Each run decodes the same requests step by step and keeps the logits; runs differ in what narrows, and how it is read.
 """
@@ -39,23 +40,29 @@ def write_model(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(text))
 
 
-def make_runner(folder: Path) -> Any:
-    """SGLang's model runner with the plugin's hooks, as `sglang.benchmark.one_batch` makes it."""
+def make_runner(folder: Path, **options: Any) -> Any:
+    """SGLang's model runner with the plugin's hooks, as `sglang.benchmark.one_batch` makes it. options: arguments of
+    the server in place of these, which are for a CPU."""
     from sglang.benchmark import one_batch
-    from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     from tidekv.sglang_plugin import plugin
     from tidekv.sglang_plugin.config import read_settings
 
     plugin.install(read_settings())
+    common: dict[str, Any] = {
+        "device": "cpu", "attention_backend": "torch_native", "dtype": "float32", "page_size": PAGE_SIZE,
+        "max_total_tokens": POOL_TOKENS, "max_running_requests": 8, "context_length": 256, "log_level": "error",
+    }  # fmt: skip
     args = ServerArgs(
-        model_path=str(folder), device="cpu", attention_backend="torch_native", dtype="float32", page_size=PAGE_SIZE,
-        max_total_tokens=POOL_TOKENS, max_running_requests=8, context_length=256, disable_overlap_schedule=True,
-        enable_priority_scheduling=True, default_priority_value=0, skip_tokenizer_init=True, log_level="error",
+        model_path=str(folder), disable_overlap_schedule=True, enable_priority_scheduling=True,
+        default_priority_value=0, skip_tokenizer_init=True, **common | options,
     )  # fmt: skip
-    args.resolve_once()
-    publish(args, role="scheduler")
+    if hasattr(args, "resolve_once"):  # 0.5.20: arguments are resolved and published by whoever starts a process
+        from sglang.srt.runtime_context import publish
+
+        args.resolve_once()
+        publish(args, role="scheduler")
     one_batch.get_tokenizer = lambda *a, **k: None
     wrapped, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
     return wrapped.torch_runner
@@ -147,17 +154,19 @@ def old_pages_narrow(made: Run, step: int) -> None:
         made.tide.core.narrow_slots(slots, made.tide.core.ledger.ladder[2])
 
 
-def main(folder: Path) -> dict[str, Any]:
+def main(folder: Path, cuda: bool) -> dict[str, Any]:
     """Every run; what the tests look at."""
+    from sglang.version import __version__
+
     from tidekv.sglang_plugin.graphs import NarrowGraphs
     from tidekv.sglang_plugin.window import Window
 
     if not (folder / "config.json").is_file():
         write_model(folder)
-    runner = make_runner(folder)
+    on_cuda = {"device": "cuda", "attention_backend": "triton", "sampling_backend": "pytorch"}
+    runner = make_runner(folder, **(on_cuda if cuda else {}))
     attention, allocator = runner.attn_backend, runner.token_to_kv_pool_allocator
-    plain = run(runner, lambda made, step: None)
-    out: dict[str, Any] = {}
+    out: dict[str, Any] = {"sglang": __version__}
 
     def compare(name: str, made: Run, reference: Run) -> None:
         off = [float((a - b).abs().max()) for a, b in zip(made.logits, reference.logits, strict=True)]
@@ -170,21 +179,29 @@ def main(folder: Path) -> dict[str, Any]:
             "read_back": int(made.tide.mirror.num_read_back),
             "streamed": int(attention.tide_core.streamer.bytes_in),
         }
+        print(name, out[name], file=sys.stderr, flush=True)
 
+    def captured(narrows: Callable[[Run, int], None]) -> Run:
+        attention.captures_narrow = True
+        attention.narrow_graphs = NarrowGraphs(runner, attention, capture=cuda)
+        return run(runner, narrows)
+
+    def launched(narrows: Callable[[Run, int], None]) -> Run:
+        attention.captures_narrow, attention.narrow_graphs = False, None
+        return run(runner, narrows)
+
+    plain = launched(lambda made, step: None)
     out["spread"] = float(max(logits.std() for logits in plain.logits))
-    compare("moved", run(runner, moving), plain)
-    eager = run(runner, narrowing)
+    compare("moved", launched(moving), plain)
+    eager = launched(narrowing)
     compare("eager", eager, plain)
-    attention.narrow_graphs = NarrowGraphs(runner, attention, capture=False)
-    captured = run(runner, narrowing)
-    compare("captured", captured, plain)
-    compare("captured_as_eager", captured, eager)
-    attention.narrow_graphs = None
+    replayed = captured(narrowing)
+    compare("captured", replayed, plain)
+    compare("captured_as_eager", replayed, eager)
     allocator.window = Window(8, PAGE_SIZE)
-    window = run(runner, old_pages_narrow)
+    window = launched(old_pages_narrow)
     compare("window_is_lossy", window, plain)
-    attention.narrow_graphs = NarrowGraphs(runner, attention, capture=False)
-    compare("window", run(runner, old_pages_narrow), window)
+    compare("window", captured(old_pages_narrow), window)
     out["high_in_window"] = max(
         float((a[1] - b[1]).abs().max()) for a, b in zip(window.logits, plain.logits, strict=True)
     )
@@ -192,4 +209,4 @@ def main(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(main(Path(sys.argv[1])), indent=1))
+    Path(sys.argv[2]).write_text(json.dumps(main(Path(sys.argv[1]), sys.argv[3:] == ["--cuda"]), indent=1))

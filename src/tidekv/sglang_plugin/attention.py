@@ -46,7 +46,8 @@ class TideAttention(_Base):  # type: ignore[misc]  # a mixin before one of SGLan
         allocator.attention = self
         if allocator.mirror is None:
             allocator.mirror = PageMirror(allocator.pages, self.tide_rows.req_to_token)
-        self.narrow_graphs: Any = None  # NarrowGraphs, made where SGLang captures, too
+        self.captures_narrow = True  # where SGLang captures decode steps, too
+        self.narrow_graphs: Any = None  # NarrowGraphs, once there was a narrowed step
         # Triton's backend lists the rows that it reads; torch_native reads `req_to_token` itself, in its kernels.
         self.tide_lists_rows = hasattr(self, "kv_indptr")
         self.tide_plan: HostBatch | Moved | None = None

@@ -31,6 +31,8 @@ def forward_raw(original: Original, runner: Any, forward_batch: Any, *args: Any,
 
 def narrow_graphs(runner: Any, attention: TideAttention) -> NarrowGraphs | None:
     """Where SGLang captures decode steps, narrowed ones are captured, too."""
+    if not attention.captures_narrow:
+        return None
     if attention.narrow_graphs is None and isinstance(runner.decode_cuda_graph_runner, DecodeCudaGraphRunner):
         attention.narrow_graphs = NarrowGraphs(runner, attention, capture=True)
     graphs: NarrowGraphs | None = attention.narrow_graphs
