@@ -15,28 +15,33 @@ from tidekv.kernels import (
     check_contiguous,
     check_positive,
     check_tensor,
-    on_device,
     tl,
     triton,
     use_triton,
 )
+from tidekv.kernels.launch import Launcher
 
 _BLOCK = 1024
 _DTYPES = (torch.int32, torch.int64)
 
 
-@triton.jit
-def fill_rows_kernel(out, indptr, first_locs, num_requests, num_columns, page_size, BLOCK: tl.constexpr):
+# Tables begin and end anywhere: a kernel compiled for each alignment would be compiled in the middle of serving. The
+# page size is a constant, since a division by a run-time int64 costs more than all the rest.
+@triton.jit(do_not_specialize=list(range(5)))
+def fill_rows_kernel(out, indptr, first_locs, num_requests, num_columns, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Program (b, c) writes entries [c * BLOCK, (c + 1) * BLOCK) of request b."""
     b = tl.program_id(0).to(tl.int64)
     begin = tl.load(indptr + b).to(tl.int64)
     length = tl.load(indptr + b + 1).to(tl.int64) - begin
     t = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = t < length
-    column = t // page_size
+    column = t // PAGE_SIZE
     known = tl.where(b < num_requests, num_columns, 0)  # padded rows know no page
     first = tl.load(first_locs + b * num_columns + column, mask=inside & (column < known), other=0)
-    tl.store(out + begin + t, (first + t % page_size).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + begin + t, (first + t % PAGE_SIZE).to(out.dtype.element_ty), mask=inside)
+
+
+_fill_rows = Launcher(fill_rows_kernel)
 
 
 def fill_rows_ref_(out: Tensor, indptr: Tensor, first_locs: Tensor, page_size: int) -> Tensor:
@@ -79,8 +84,6 @@ def fill_rows_(
         raise ConfigError(f"indptr must have at least {num_requests + 1} entries, got {indptr.numel()}")
     if not use_triton(fill_rows_kernel, backend, {"out": out, "indptr": indptr, "first_locs": first_locs}):
         return fill_rows_ref_(out, indptr, first_locs, page_size)
-    with on_device(out):
-        fill_rows_kernel[(indptr.numel() - 1, cdiv(max_len, _BLOCK))](
-            out, indptr, first_locs, num_requests, num_columns, page_size, BLOCK=_BLOCK
-        )
+    grid = (indptr.numel() - 1, cdiv(max_len, _BLOCK))
+    _fill_rows(grid, (out, indptr, first_locs), (num_requests, num_columns), (page_size, _BLOCK), 4)
     return out
