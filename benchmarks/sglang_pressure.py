@@ -235,8 +235,8 @@ def start(run: Run, config: str, seconds: float, smoke: bool) -> list[dict[str, 
         kept = {key: value for key, value in os.environ.items() if not key.startswith("TIDEKV_")}
         path = os.pathsep.join(part for part in (folder, kept.get("PYTHONPATH", "")) if part)
         switch = {} if run.tide is None else {"TIDEKV_SGLANG": "1", **run.tide}
-        if smoke and run.tide is not None:  # a quantum and a turn of 1/32 of the tokens, too
-            switch = {"TIDEKV_QUANTUM": "2", "TIDEKV_TURN_TOKENS": "8"} | switch
+        if smoke and run.tide is not None:  # a quantum, a turn and a window of 1/32 of the tokens, too
+            switch |= {"TIDEKV_QUANTUM": "2", "TIDEKV_TURN_TOKENS": "8", "TIDEKV_WINDOW_TOKENS": "16"}
         line = [sys.executable, "-m", "benchmarks.sglang_pressure", "--config", config]
         line += ["--child", json.dumps(asdict(run)), *(["--smoke"] if smoke else [])]
         log = Path(folder) / "log"

@@ -84,7 +84,8 @@ class Driver:
             self.evict(need - self.tide.available_size())
         if need > self.tide.available_size():
             return False
-        assert self.tide.make_room(opens.astype(np.int64), [r.high for r in rows], touched), "virtual room, no pages"
+        fits = self.tide.make_room(opens.astype(np.int64), [r.high for r in rows], lens, touched)
+        assert fits, "virtual room, no pages"
         seq = torch.from_numpy(lens + 1)
         out = self.tide.alloc_decode(seq, seq, torch.tensor([r.locs[-1] for r in rows]))
         assert out is not None, "a step that fits was refused"

@@ -133,7 +133,7 @@ class World:
         last = self.rows[[row_of(req) for req in ran], lens - 1]
         opens = (lens % PAGE_SIZE == 0).astype(np.int64)
         touched = np.unique(last.numpy()[opens == 0].astype(np.int64) // PAGE_SIZE)
-        assert self.tide.make_room(opens, list(self.tide.batch.high), lambda: touched)
+        assert self.tide.make_room(opens, list(self.tide.batch.high), lens, lambda: touched)
         if batch.sampling_info.penalizer_orchestrator.is_required:
             batch.sampling_info.penalizer_orchestrator.cumulate_output_tokens(torch.full((len(ran),), 7))
         seq = torch.from_numpy(lens + 1)

@@ -19,7 +19,8 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from tidekv.allocator import DynamicPagedTokenToKVPoolAllocator
 from tidekv.errors import InvariantError
 from tidekv.kernels import assign
-from tidekv.memory.ledger import DYNAMIC, HIGH, LOW, IntArray
+from tidekv.memory import contract
+from tidekv.memory.ledger import DYNAMIC, HIGH, LOW, NO_SLOTS, IntArray
 from tidekv.pressure.repack import Work
 from tidekv.sglang_plugin.page_mirror import PageMirror
 from tidekv.sglang_plugin.pool import TideKVPool
@@ -149,12 +150,14 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         if not self._prepare(new_pages, high, may_pause=True):
             return None
         prefix_lens, seq_lens, last = (t.to(torch.int64) for t in (prefix_lens, seq_lens, last_loc))
-        found = self.core.alloc_extend(
-            prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu,
-            self.pages.locations(last).contiguous(), extend_num_tokens, high,
-        )  # fmt: skip
-        if found is None:
-            return None
+        found = None
+        if not self._open_wide(new_pages, high, prefix):
+            found = self.core.alloc_extend(
+                prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu,
+                self.pages.locations(last).contiguous(), extend_num_tokens, high,
+            )  # fmt: skip
+            if found is None:
+                return None
         ids = self._assign_ids()
         if self.mirror is not None and self.batch is not None and len(self.batch.reqs) == len(seq):
             self.mirror.opened(
@@ -162,14 +165,13 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
                 -(-prefix // page_size),
                 new_pages,
                 ids,
-                high if self.core.new_order is not None else True,
+                True,  # the core takes pages in the caller's order
             )
-        if not self.pages.displaced and np.array_equal(ids, self.core.new_slots):
+        if found is not None and not self.pages.displaced and np.array_equal(ids, self.core.new_slots):
             return found[0]
         return assign.alloc_extend(
-            prefix_lens, seq_lens, last, self._upload(ids), extend_num_tokens, page_size, self.core.new_order,
-            checked=True,
-        )  # fmt: skip
+            prefix_lens, seq_lens, last, self._upload(ids), extend_num_tokens, page_size, checked=True
+        )
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
@@ -181,9 +183,11 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         if not self._prepare(new_pages, high):
             return None
         seq_lens, last = seq_lens.to(torch.int64), last_loc.to(torch.int64)
-        found = self.core.alloc_decode(seq_lens, seq_lens_cpu, self.pages.locations(last).contiguous(), high)
-        if found is None:
-            return None
+        found = None
+        if not self._open_wide(new_pages, high, seq - 1):
+            found = self.core.alloc_decode(seq_lens, seq_lens_cpu, self.pages.locations(last).contiguous(), high)
+            if found is None:
+                return None
         ids = self._assign_ids()
         if self.mirror is not None and self.batch is not None and len(self.batch.reqs) == len(seq):
             self.mirror.opened(
@@ -191,13 +195,24 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
                 seq // int(self.page_size),
                 new_pages,
                 ids,
-                high if self.core.new_order is not None else True,
+                True,  # the core takes pages in the caller's order
             )
-        if not self.pages.displaced and np.array_equal(ids, self.core.new_slots):
+        if found is not None and not self.pages.displaced and np.array_equal(ids, self.core.new_slots):
             return found[0]
-        return assign.alloc_decode(
-            seq_lens, last, self._upload(ids), int(self.page_size), self.core.new_order, checked=True
-        )
+        return assign.alloc_decode(seq_lens, last, self._upload(ids), int(self.page_size), checked=True)
+
+    def _open_wide(self, new_pages: IntArray, high: bool | list[bool], lens: IntArray) -> bool:
+        """Fresh full-width pages for a batch that writes nothing narrow, while other pages are narrow or have moved:
+        nothing has to be decided, nothing staged, and no location is read back. They are `core.new_slots` then."""
+        ledger, total = self.core.ledger, int(new_pages.sum())
+        plain = ledger.at_full_width and not self.pages.displaced  # the core's own fast path uploads nothing
+        if plain or total > ledger.num_free_pages or self.writes_narrow(lens):
+            return False
+        slots = NO_SLOTS
+        if total:
+            slots = ledger.open_pages(contract.codes_of_new_pages(high, new_pages, total), total)
+        self.core.new_slots = slots
+        return True
 
     def _upload(self, ids: IntArray) -> torch.Tensor:
         return torch.from_numpy(ids).to(self.device, non_blocking=True)
@@ -241,16 +256,36 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         resting = 0 if self.paused is None else self.paused.num_resting
         return any(ledger.level) or sum(ledger.num_narrow) > resting
 
-    def make_room(self, new_pages: IntArray, high: list[bool], touched: Callable[[], IntArray]) -> bool:
+    def writes_narrow(self, lens: IntArray) -> bool:
+        """Whether one of the announced requests, with `lens` [bs] tokens each, goes on filling a page that is narrow,
+        so that what it writes has to be staged; or may do so, where that is not known on the host."""
+        if not self.reads_narrow:
+            return False
+        batch, page_size = self.batch, int(self.page_size)
+        goes_on = lens % page_size != 0
+        if any(self.core.ledger.level) or (goes_on.any() and (self.mirror is None or batch is None)):
+            return True
+        if not goes_on.any():
+            return False
+        assert self.mirror is not None
+        assert batch is not None
+        if len(batch.reqs) != len(lens):
+            return True
+        counts = -(-lens // page_size)
+        last = self.mirror.ids_of(batch.reqs, counts)[np.arange(len(lens)), counts - 1][goes_on]
+        return bool((self.core.ledger.levels_of(self.pages.slots_of(last)) > 0).any())
+
+    def make_room(self, new_pages: IntArray, high: list[bool], lens: IntArray, touched: Callable[[], IntArray]) -> bool:
         """Whether the next decode step fits, narrowing if that makes it fit. new_pages: [bs] pages each request opens.
 
-        touched(): virtual pages that the step goes on filling; read from the device only if something is narrow.
+        lens: [bs] tokens that each has. touched(): virtual pages that the step goes on filling; read from the device
+        only if one of them may be narrow.
         """
         demand, total = demand_of(new_pages, high), int(new_pages.sum())
         if self.has_plenty(total):
             return True
         self.collect_freed()
-        if total <= self.core.ledger.num_free_pages and not self.reads_narrow:
+        if total <= self.core.ledger.num_free_pages and not self.writes_narrow(lens):
             return True
         self._evict_before_narrowing(demand, len(new_pages))
         return self.core.make_room(demand, lambda: self.pages.slots_of(touched()))
@@ -305,7 +340,7 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
             level = ledger.level[code]
             rest = max(0, pages - len(ledger.partial_slots(code, level)))
             need += -(-rest // (1 << level))
-        if self.reads_narrow:
+        if any(ledger.level) or (self.window is None and self.reads_narrow):
             need += max(0 if ledger.used[DYNAMIC] else 1, ledger.staging_pages_for(bs + sum(demand.values())))
         return need - ledger.num_free_pages
 

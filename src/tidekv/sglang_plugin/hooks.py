@@ -78,7 +78,7 @@ def check_decode_mem(original: Original, batch: Any, selected_indices: list[int]
         return ids
 
     high = list(allocator.batch.high) if allocator.batch else []
-    return allocator.make_room((committed % page_size == 0).astype(np.int64), high, touched)
+    return allocator.make_room((committed % page_size == 0).astype(np.int64), high, committed, touched)
 
 
 def process_input_requests(original: Original, scheduler: Any, recv_reqs: Any) -> Any:
@@ -141,7 +141,8 @@ def update_running_batch(original: Original, scheduler: Any, batch: Any) -> Any:
     paused = _paused()
     if paused is not None:
         before = len(batch.reqs)
-        batch.filter_batch()
+        if any(req.finished() for req in batch.reqs):
+            batch.filter_batch()
         if not batch.is_empty():
             _announce(batch, batch.reqs)
             resumed = paused.num_resumes
