@@ -42,14 +42,14 @@ class Case:
     def decode(self, block: int, num_warps: int) -> tuple[Any, ...]:
         tensors = (self.seq, self.last, self.slots, self.seq, self.out)
         ints = (self.batch, 0, self.num_slots)
-        return (cdiv(self.batch, block), 1), tensors, ints, (PAGE_SIZE, False, block), num_warps
+        return self.last, (cdiv(self.batch, block), 1), tensors, ints, (PAGE_SIZE, False, block), num_warps
 
     def extend(self, block_tokens: int, num_warps: int) -> tuple[Any, ...]:
         tensors = (self.prefix, self.seq, self.last, self.slots, self.seq, self.out)
         ints = (self.batch, 0, self.num_slots, self.num_tokens)
         grid = (self.batch, cdiv(self.num_tokens, self.batch * block_tokens))
         constants = (PAGE_SIZE, False, max(16, next_power_of_2(self.batch)), block_tokens)
-        return grid, tensors, ints, constants, num_warps
+        return self.last, grid, tensors, ints, constants, num_warps
 
 
 def launches(report: Report, sizes: SimpleNamespace) -> None:
@@ -57,7 +57,7 @@ def launches(report: Report, sizes: SimpleNamespace) -> None:
     case = Case(64, 1)
     launcher = Launcher(assign.alloc_decode_kernel)
     arguments_ = case.decode(64, 1)
-    grid, tensors, ints, constants, num_warps = arguments_
+    _, grid, tensors, ints, constants, num_warps = arguments_
     calls: dict[str, Callable[[], object]] = {
         "triton": lambda: assign.alloc_decode_kernel[grid](*tensors, *ints, *constants, num_warps=num_warps),
         "launcher": lambda: launcher(*arguments_),

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from tidekv.errors import ConfigError
 from tidekv.kernels import HAS_TRITON, tl, triton
 from tidekv.kernels.launch import Launcher
 
@@ -24,9 +23,9 @@ def shift_kernel(src, dst, first, count, STEP: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def specialised_kernel(src, dst, count, BLOCK: tl.constexpr):
+def specialised_kernel(src, dst, stride, count, BLOCK: tl.constexpr):
     k = tl.arange(0, BLOCK)
-    tl.store(dst + k, tl.load(src + k, mask=k < count), mask=k < count)
+    tl.store(dst + k, tl.load(src + k * stride, mask=k < count), mask=k < count)
 
 
 class Counted(Launcher):
@@ -41,7 +40,7 @@ class Counted(Launcher):
 
 def shifted(launch: Launcher, src: torch.Tensor, first: int, count: int, step: int = 1) -> torch.Tensor:
     dst = torch.zeros(count, dtype=src.dtype, device=src.device)
-    launch((triton.cdiv(count, 128), 1), (src, dst), (first, count), (step, 128), num_warps=2)
+    launch(src, (triton.cdiv(count, 128), 1), (src, dst), (first, count), (step, 128), num_warps=2)
     return dst
 
 
@@ -66,7 +65,7 @@ def test_alignment_and_dtype_are_seen() -> None:
 def test_another_stream_and_a_captured_graph() -> None:
     launch, src = Counted(shift_kernel), torch.arange(1000, device="cuda")
     dst = torch.zeros(1000, dtype=torch.int64, device="cuda")
-    arguments = ((8, 1), (src, dst), (0, 1000), (1, 128), 2)
+    arguments = (src, (8, 1), (src, dst), (0, 1000), (1, 128), 2)
     launch(*arguments)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -100,7 +99,24 @@ def test_hooks_are_not_passed_by() -> None:
     assert (len(seen), launch.by_triton) == (1, 2)
 
 
-def test_a_kernel_with_specialised_ints_is_refused() -> None:
-    src = torch.arange(100, device="cuda")
-    with pytest.raises(ConfigError, match="the int count must be in do_not_specialize"):
-        Launcher(specialised_kernel)((1, 1), (src, src.clone()), (100,), (128,), num_warps=1)
+def test_ints_that_triton_specialises_are_in_the_key() -> None:
+    launch, src = Counted(specialised_kernel), torch.arange(3000, device="cuda")
+    for stride in (1, 2, 16, 3, 32, 1, 17):
+        dst = torch.zeros(64, dtype=torch.int64, device="cuda")
+        launch(src, (1, 1), (src, dst), (stride, 64), (64,))
+        assert torch.equal(dst, src[::stride][:64])
+    assert launch.by_triton == 3  # stride 1, multiples of 16, others
+
+
+def test_pinned_memory_on_either_side() -> None:
+    launch, there = Counted(shift_kernel), torch.arange(1000, device="cuda")
+    host = torch.zeros(1000, dtype=torch.int64, pin_memory=True)
+    for _ in range(3):
+        host.zero_()
+        launch(there, (8, 1), (there, host), (0, 1000), (1, 128))
+        torch.cuda.synchronize()
+        assert torch.equal(host, torch.arange(1000) + 1)
+        back = torch.zeros(1000, dtype=torch.int64, device="cuda")
+        launch(back, (8, 1), (host, back), (0, 1000), (1, 128))
+        assert torch.equal(back.cpu(), torch.arange(1000) + 2)
+    assert launch.by_triton == 1

@@ -192,6 +192,7 @@ def alloc_extend(
         # Blocks that an average request has; a longer one walks on.
         blocks = min(64, cdiv(num_tokens, bs * _BLOCK_TOKENS))
         _extend(
+            last_loc,
             (bs, blocks),
             (prefix_lens, seq_lens, last_loc, new_slots, seq_lens if order is None else order, out),
             (bs, first, count, num_tokens),
@@ -299,6 +300,7 @@ def alloc_decode(
     if bs:
         block = max(16, min(_BLOCK_REQUESTS, next_power_of_2(bs)))
         _decode(
+            last_loc,
             (cdiv(bs, block), 1),
             (seq_lens, last_loc, new_slots, seq_lens if order is None else order, out),
             (bs, first, count),

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tidekv.errors import ConfigError
 from tidekv.kernels import HAS_TRITON, on_device, triton
 
 # Versions in which `CompiledKernel.run(x, y, z, stream, function, packed_metadata, launch_metadata, enter, exit,
@@ -22,12 +21,12 @@ _INT32_MAX = 2**31 - 1
 
 
 class Launcher:
-    """`launcher(grid, tensors, ints, constants, num_warps)` is `kernel[grid](*tensors, *ints, *constants,
-    num_warps=num_warps)`.
+    """`launcher(on, grid, tensors, ints, constants, num_warps)` is `kernel[grid](*tensors, *ints, *constants,
+    num_warps=num_warps)` on the device of the tensor `on`.
 
-    The kernel takes its arguments in that order, and its ints are in `do_not_specialize`: else Triton compiles one
-    kernel for 1, one for multiples of 16 and one for the rest. What the compiled kernel depends on is then the key
-    here: device, dtypes, constants, warps, and which of the tensors that Triton specialises start at a multiple of 16.
+    The kernel takes its arguments in that order. What the compiled kernel depends on is the key, here as in Triton:
+    device, dtypes, constants, warps; of each tensor that is not in `do_not_specialize`, whether it starts at a multiple
+    of 16 bytes; of each such int, whether it is 1 or a multiple of 16.
 
     The first launch of each key is Triton's own. So is every launch where something is unusual: the interpreter, a
     version of Triton not read, a profiler's or another hook, an operand on another device, an int over 32 bits.
@@ -37,32 +36,39 @@ class Launcher:
         self.kernel = kernel
         self._compiled: dict[tuple[Any, ...], tuple[Any, int, Any]] = {}
         self._usual_build: bool | None = None  # None: not yet asked
-        self._aligned: tuple[int, ...] | None = None  # tensors whose alignment is in the key; None: not yet asked
+        self._specialised: tuple[list[int], list[int]] | None = None  # indices of tensors and of ints; None: not yet
 
     def __call__(
         self,
+        on: Tensor,
         grid: tuple[int, int],
         tensors: Sequence[Tensor],
         ints: Sequence[int],
         constants: tuple[Any, ...],
-        num_warps: int,
+        num_warps: int = 4,
     ) -> None:
-        """Launches on the current stream of the first tensor's device; the caller has checked that all lie there.
-
-        `ConfigError` for a kernel with specialised ints.
-        """
-        device = tensors[0].get_device()
+        """Launches on the current stream. The caller has checked that all tensors lie on the device of `on`, or are
+        pinned."""
+        device = on.get_device()
         if not self._is_usual(device) or max(ints) > _INT32_MAX:
-            self._launch_by_triton(grid, tensors, ints, constants, num_warps)
+            self._launch_by_triton(on, grid, tensors, ints, constants, num_warps)
             return
-        if self._aligned is None:
-            self._aligned = self._specialised(len(tensors), len(ints))
-        addresses = [t.data_ptr() for t in tensors]
-        aligned = [addresses[i] % 16 == 0 for i in self._aligned]
-        key = (device, num_warps, constants, *[t.dtype for t in tensors], *aligned)
+        if self._specialised is None:
+            self._specialised = self._specialised_of(len(tensors), len(ints))
+        by_address, by_value = self._specialised
+        # Pinned memory stays a tensor: Triton's launcher asks the driver for its address on the device.
+        addresses = [t.data_ptr() if t.is_cuda else t for t in tensors]
+        key = (
+            device,
+            num_warps,
+            constants,
+            *[t.dtype for t in tensors],
+            *[tensors[i].data_ptr() % 16 == 0 for i in by_address],
+            *[1 if ints[i] == 1 else ints[i] % 16 == 0 and 16 for i in by_value],
+        )
         found = self._compiled.get(key)
         if found is None:
-            compiled = self._launch_by_triton(grid, tensors, ints, constants, num_warps)
+            compiled = self._launch_by_triton(on, grid, tensors, ints, constants, num_warps)
             if hasattr(compiled, "packed_metadata"):  # None if a hook has refused to compile
                 self._compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata)
             return
@@ -81,18 +87,19 @@ class Launcher:
         runtime = triton.knobs.runtime  # a profiler adds itself to these
         return not (runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
-    def _launch_by_triton(self, grid, tensors, ints, constants, num_warps) -> Any:
-        with on_device(*tensors):
+    def _launch_by_triton(self, on, grid, tensors, ints, constants, num_warps) -> Any:
+        with on_device(on):
             return self.kernel[grid](*tensors, *ints, *constants, num_warps=num_warps)
 
-    def _specialised(self, num_tensors: int, num_ints: int) -> tuple[int, ...]:
-        """Indices of the tensors for whose alignment Triton compiles a kernel of its own."""
+    def _specialised_of(self, num_tensors: int, num_ints: int) -> tuple[list[int], list[int]]:
+        """Indices of the tensors, and of the ints, for whose values Triton compiles kernels of their own."""
         params = self.kernel.params
-        for param in params[num_tensors : num_tensors + num_ints]:
-            if not param.do_not_specialize:
-                raise ConfigError(f"{self.kernel.__name__}: the int {param.name} must be in do_not_specialize")
-        return tuple(
-            i
-            for i, param in enumerate(params[:num_tensors])
-            if not (param.do_not_specialize or param.do_not_specialize_on_alignment)
+        ints = params[num_tensors : num_tensors + num_ints]
+        return (
+            [
+                i
+                for i, p in enumerate(params[:num_tensors])
+                if not (p.do_not_specialize or p.do_not_specialize_on_alignment)
+            ],
+            [i for i, p in enumerate(ints) if not p.do_not_specialize],
         )

@@ -24,6 +24,7 @@ from tidekv.kernels import (
     triton,
     use_triton,
 )
+from tidekv.kernels.launch import Launcher
 
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.int8))
 # 8 KiB of K and 8 KiB of V in flight a program: with 4 warps four 16-byte accesses each for K and for V a thread
@@ -173,6 +174,9 @@ def copy_listed_cells_kernel(
         _copy_item(dst_k, dst_v, src_k, src_v, dst_pages, src_pages, item, page_words, num_chunks, BLOCK)
 
 
+_cells, _listed_cells = Launcher(copy_cells_kernel), Launcher(copy_listed_cells_kernel)
+
+
 def copy_cells_ref(
     dst_k: Tensor, dst_v: Tensor, src_k: Tensor, src_v: Tensor, dst_pages: Tensor, src_pages: Tensor, page_size: int
 ) -> None:
@@ -249,16 +253,13 @@ def copy_cells(
         block = max(block, wanted)
     num_chunks = cdiv(page_words, block)
     num_items = dst_pages.numel() * num_chunks
-    shape = {"BLOCK": block, "num_warps": block // _WORDS_A_WARP}
-    with on_device(dst_pages):
-        if bounds is not None:
-            copy_listed_cells_kernel[(max_programs,)](
-                *words, dst_pages, src_pages, bounds, page_words, num_chunks, **shape
-            )
-            return
-        copy_cells_kernel[(min(num_items, max_programs or num_items),)](
-            *words, dst_pages, src_pages, num_items, page_words, num_chunks, **shape
-        )
+    num_warps = block // _WORDS_A_WARP
+    if bounds is not None:
+        tensors = (*words, dst_pages, src_pages, bounds)
+        _listed_cells(dst_pages, (max_programs, 1), tensors, (page_words, num_chunks), (block,), num_warps)
+        return
+    grid = (min(num_items, max_programs or num_items), 1)
+    _cells(dst_pages, grid, (*words, dst_pages, src_pages), (num_items, page_words, num_chunks), (block,), num_warps)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # else 1 row and multiples of 16 are compiled apart, while serving
@@ -303,6 +304,9 @@ def copy_rows_kernel(
         to = dst_row[:, None] * row_words + offs[None, :]
         tl.store(dst_k + to, k_words, mask=inside)
         tl.store(dst_v + to, v_words, mask=inside)
+
+
+_rows = Launcher(copy_rows_kernel)
 
 
 def copy_rows_ref(
@@ -394,24 +398,21 @@ def copy_rows(
         max_programs = HOST_WRITE_PROGRAMS
     rows = 1 if max_programs is None else _ROWS_A_TURN
     turns = cdiv(num_rows, rows)
-    with on_device(dst_rows):
-        copy_rows_kernel[(min(turns, max_programs or turns), cdiv(row_words, block))](
+    _rows(
+        dst_rows,
+        (min(turns, max_programs or turns), cdiv(row_words, block)),
+        (
             dst_k.view(word),
             dst_v.view(word),
             _reinterpret(src_k, word),
             _reinterpret(src_v, word),
             dst_rows,
             dst_rows if src_rows is None else src_rows,
-            num_rows,
-            *(s * itemsize // word_bytes for s in strides),
-            row_words,
-            HEAD_WORDS=head_dim * itemsize // word_bytes,
-            HAS_SRC_ROWS=src_rows is not None,
-            PACKED=packed,
-            ROWS=rows,
-            BLOCK=block,
-            num_warps=max(1, min(4, rows * block // 64)),
-        )
+        ),
+        (num_rows, *(s * itemsize // word_bytes for s in strides), row_words),
+        (head_dim * itemsize // word_bytes, src_rows is not None, packed, rows, block),
+        num_warps=max(1, min(4, rows * block // 64)),
+    )
 
 
 def _check_flat_pair(k_name: str, k: Tensor, v_name: str, v: Tensor, page_size: int) -> None:
