@@ -67,34 +67,29 @@ def build_schedule(
     Slot i lands in dynamic slot i % c in part i // c, so slots that receive tokens in this step must come first, in the
     order of their own dynamic slots: they are all in part 0, where the new tokens are written.
     """
-    count, capacity = len(slots), max(1, len(dynamic_slots))
+    count, capacity, layer_num = len(slots), max(1, len(dynamic_slots)), resident_pos.shape[1]
     part = np.arange(count, dtype=np.int64) // capacity
     dynamic = dynamic_slots[np.arange(count) % capacity]
     num_parts = int(part[-1]) + 1 if count else 0
-    layer_num = resident_pos.shape[1]
+    # By layer, then by slot, and parts ascend with slots: this is the order of the items already.
+    layers, which = np.nonzero((resident_pos < 0).T[:, levels])
+    parts = part[which]
+    begins = np.flatnonzero(np.concatenate([[True], (np.diff(layers) != 0) | (np.diff(parts) != 0)])[: len(layers)])
+    ends = np.append(begins, len(layers))[1:]
+    item_of = np.repeat(np.arange(len(begins)), ends - begins)
+    items = tuple(
+        Item(index, layer, p, index % 2, begin, end)
+        for index, (layer, p, begin, end) in enumerate(
+            zip(layers[begins].tolist(), parts[begins].tolist(), begins.tolist(), ends.tolist(), strict=True)
+        )
+    )
     position = np.zeros((max(1, num_parts), layer_num), dtype=np.int32)
-    items: list[Item] = []
-    by_layer: list[tuple[Item, ...]] = []
-    src: list[IntArray] = []
-    dst: list[IntArray] = []
-    end = 0
-    for layer in range(layer_num):
-        away = resident_pos[levels, layer] < 0
-        mine: list[Item] = []
-        for p in range(num_parts):
-            here = np.flatnonzero(away & (part == p))
-            if not len(here):
-                continue
-            item = Item(len(items), layer, p, len(items) % 2, end, end + len(here))
-            items.append(item)
-            mine.append(item)
-            position[p, layer] = item.position
-            src.append(layer * num_host_pages + host_pages[here])
-            dst.append(dynamic[here] + item.position * page_stride)
-            end += len(here)
-        by_layer.append(tuple(mine))
-    empty = np.empty(0, dtype=np.int64)
+    by_layer: list[list[Item]] = [[] for _ in range(layer_num)]
+    for item in items:
+        by_layer[item.layer].append(item)
+        position[item.part, item.layer] = item.position
     return StreamSchedule(
-        slots, dynamic, part, num_parts, tuple(items), np.concatenate([empty, *src]), np.concatenate([empty, *dst]),
-        tuple(by_layer), position,
+        slots, dynamic, part, num_parts, items,
+        layers * num_host_pages + host_pages[which], dynamic[which] + item_of % 2 * page_stride,
+        tuple(tuple(mine) for mine in by_layer), position,
     )  # fmt: skip
