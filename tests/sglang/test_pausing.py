@@ -85,6 +85,8 @@ ROOM = Room(pages=937, free=100, pausable=0, paused=0, num_running=10, num_pause
         (100, True, ROOM, True),
         (101, True, ROOM, False),
         (120, True, replace(ROOM, pausable=32), True),  # 30 pages come free if the low one pauses
+        (120, False, replace(ROOM, yielding=30), True),  # old pages of windows narrow for it
+        (120, True, replace(ROOM, yielding=30), False),
         (900, False, replace(ROOM, free=900, num_running=0), True),
         (2000, False, replace(ROOM, num_running=0), True),  # alone it may be larger than the pool: its pages narrow
         (2000, False, replace(ROOM, num_running=0, num_paused=1), False),

@@ -313,6 +313,11 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         """Full-width pages of cached prefixes that nobody references."""
         return self.batch.evictable() // int(self.page_size) if self.batch is not None else 0
 
+    def wide_low_pages(self) -> int:
+        """Full-width pages of low priority, cached ones included."""
+        ledger = self.core.ledger
+        return int(((ledger.page_code == LOW) & (ledger.page_level == 0)).sum())
+
     def yielding_pages(self) -> int:
         """Pages that old pages of windows would free if they narrowed to the width that windows are measured at."""
         if self.window is None or self.old_pages is None:

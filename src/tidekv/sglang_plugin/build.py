@@ -127,7 +127,10 @@ def build_allocator(
         pool,
         host_pool=HostKVPool(geometry, tide.capacity.host_pages * geometry.page_bytes),
         low_max_pages=settings.low_max_pages,
-        high_reserved_pages=settings.high_reserved_pages,
+        # Who pauses comes before who narrows: the ladder then halves high priority after everything else only.
+        high_reserved_pages=geometry.num_pages
+        if settings.pausing and settings.high_reserved_pages is None
+        else settings.high_reserved_pages,
     )
     tide.allocator = allocator = TideAllocator(
         sizes.max_total_num_tokens,

@@ -92,6 +92,9 @@ class PausedRequests:
         """Choose who decodes next; `batch`, which is not empty, then has just those. Its requests are announced."""
         self.num_steps += 1
         self.running = batch
+        ledger = self.allocator.core.ledger
+        if any(ledger.level):  # what the ladder once took is not taken from new pages
+            ledger.level[HIGH] = ledger.level[LOW] = 0
         changed = self._forget()
         if self._mixed and self.paused:
             self.join(batch)
@@ -209,8 +212,12 @@ class PausedRequests:
         members = [self._member(req) for req in reqs]
         room = Room(
             pages=self.allocator.core.geometry.num_pages,
-            free=self._free() + self.allocator.yielding_pages(),
-            pausable=sum(m.pages for m in members if not m.high and not m.paused and m.may_pause),
+            free=self._free(),
+            pausable=min(
+                sum(m.pages for m in members if not m.high and not m.paused and m.may_pause),
+                self.allocator.wide_low_pages() - self.allocator.evictable_pages(),
+            ),
+            yielding=0 if high else self.allocator.yielding_pages(),
             paused=self.rules.held(sum(known.away for known in self.paused.values())),
             num_running=sum(not m.paused for m in members),
             num_paused=sum(m.paused for m in members),

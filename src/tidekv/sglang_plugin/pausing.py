@@ -153,8 +153,9 @@ def _swap(members: Sequence[Member], running: Sequence[int], first: int, spare: 
 class Room:
     """What newcomers are measured against. pages: of the whole pool; free: to be had without narrowing anything
 
-    pausable: pages that running low requests hold; paused: pages that paused ones hold now; added: pages promised to
-    newcomers of the same prefill, and how many newcomers those are
+    pausable: full-width pages that running low requests hold; yielding: pages that they would free, and go on running,
+    if old pages of their windows narrowed; paused: pages that paused ones hold now; added: pages promised to newcomers
+    of the same prefill, and how many newcomers those are
     """
 
     pages: int
@@ -163,6 +164,7 @@ class Room:
     paused: int
     num_running: int
     num_paused: int
+    yielding: int = 0
     added: int = 0
     num_added: int = 0
 
@@ -176,10 +178,11 @@ def admits(need: int, high: bool, room: Room, rules: Rules) -> bool:
     if not room.num_running and not room.num_paused and not room.num_added:
         return True
     free = room.free - room.added
+    gives = room.pausable - rules.held(room.pausable)
     if high:
-        return need <= free + room.pausable - rules.held(room.pausable)
-    if not room.num_paused and need + rules.margin(room.num_running + room.num_added + 1) <= free:
+        return need <= free + gives
+    margin = rules.margin(room.num_running + room.num_added + 1)
+    if not room.num_paused and need + margin <= free + room.yielding:
         return True
     paused = room.paused + rules.held(need)
-    gives = room.pausable - rules.held(room.pausable)
     return paused <= rules.paused_share * room.pages and need <= free + gives
