@@ -156,8 +156,10 @@ def host_batch(
     slots: IntArray,
     locs: IntArray,
     windows: BoolArray | None = None,
+    levels: npt.NDArray[np.int8] | None = None,
 ) -> HostBatch:
-    """Look up what the batch needs in the ledger, for a caller that has its slots and locations on the host.
+    """Look up what the batch needs in the ledger, for a caller that has its slots and locations on the host, and
+    perhaps their levels ([B, N], `slot_levels`).
 
     Narrowed slots that have no dynamic slot yet get one, as far as staging goes; if it does not go round, the
     schedule has several parts.
@@ -166,26 +168,40 @@ def host_batch(
     nothing is streamed for them; [B, N]: the same, page by page; None: everybody reads everything.
     """
     token_slots = locs // ledger.geometry.page_size
-    return HostBatch(
-        q_lens, kv_lens, slots, locs,
-        _narrow_tables(ledger, slots, locs, token_slots, windows) if ledger.any_narrow else None,
-        _host_writes(ledger, locs, token_slots),
-    )  # fmt: skip
+    token_levels = ledger.levels_of(token_slots)
+    narrow = None
+    if ledger.any_narrow:
+        levels = slot_levels(ledger, slots) if levels is None else levels
+        if levels.any():
+            narrow = _narrow_tables(ledger, slots, levels, locs, token_slots, token_levels, windows)
+    return HostBatch(q_lens, kv_lens, slots, locs, narrow, _host_writes(ledger, locs, token_slots, token_levels))
+
+
+def slot_levels(ledger: Ledger, slots: IntArray) -> npt.NDArray[np.int8]:
+    """[B, N] int8: ladder level of each slot, 0 for padding."""
+    levels = ledger.levels_of(slots)
+    levels[slots == 0] = 0
+    return levels
 
 
 def _narrow_tables(
-    ledger: Ledger, host_slots: IntArray, host_locs: IntArray, token_slots: IntArray, windows: BoolArray | None
-) -> HostNarrow | None:
+    ledger: Ledger,
+    host_slots: IntArray,
+    levels: npt.NDArray[np.int8],
+    host_locs: IntArray,
+    token_slots: IntArray,
+    token_level: npt.NDArray[np.int8],
+    windows: BoolArray | None,
+) -> HostNarrow:
     page_size = ledger.geometry.page_size
-    levels = np.where(host_slots > 0, ledger.levels_of(host_slots), 0).astype(np.int8)
-    if not levels.any():
-        return None
-    left_out = np.zeros(host_slots.shape, dtype=np.bool_)  # a page that gets tokens in this step is read whole
-    if windows is not None:
-        unseen = windows if windows.ndim == 2 else windows[:, None]
-        left_out = unseen & (levels > 0) & (ledger.dynamic_of[host_slots] == 0)
-    read = np.unique(host_slots[(levels > 0) & ~left_out])
-    token_level = ledger.levels_of(token_slots)
+    to_read, leaves_out = levels > 0, False
+    left_out: BoolArray | None = None
+    if windows is not None:  # a page that gets tokens in this step is read whole
+        left_out = (windows if windows.ndim == 2 else windows[:, None]) & to_read
+        left_out[left_out] = ledger.dynamic_of[host_slots[left_out]] == 0
+        leaves_out = bool(left_out.any())
+        to_read &= ~left_out
+    read = np.unique(host_slots[to_read])
     unstaged = token_slots[(token_level > 0) & (ledger.dynamic_of[token_slots] == 0)]
     if len(unstaged):  # its staging copy could overtake the write of its new token
         raise InvariantError(f"slot {int(unstaged[0])} gets tokens in this step, is narrow and has no staging")
@@ -210,7 +226,7 @@ def _narrow_tables(
     if len(ordered):
         order = np.argsort(ordered)
         at = np.minimum(np.searchsorted(ordered[order], host_slots), len(ordered) - 1)
-        found, index = (ordered[order][at] == host_slots) & ~left_out, order[at]
+        found, index = (ordered[order][at] == host_slots) & to_read, order[at]
         for part in range(schedule.num_parts):
             mine = found & (schedule.part[index] == part)
             dynamic.append(np.where(mine, schedule.dynamic[index], 0))
@@ -218,11 +234,12 @@ def _narrow_tables(
         dynamic.append(np.zeros(host_slots.shape, dtype=np.int64))
     token_dynamic = ledger.dynamic_of[token_slots]
     token_dynamic = np.where(token_dynamic > 0, token_dynamic * page_size + host_locs % page_size, 0)
-    return HostNarrow(schedule, levels, tuple(dynamic), token_level, token_dynamic, bool(left_out.any()))
+    return HostNarrow(schedule, levels, tuple(dynamic), token_level, token_dynamic, leaves_out)
 
 
-def _host_writes(ledger: Ledger, host_locs: IntArray, token_slots: IntArray) -> HostWritten | None:
-    levels = ledger.levels_of(token_slots)
+def _host_writes(
+    ledger: Ledger, host_locs: IntArray, token_slots: IntArray, levels: npt.NDArray[np.int8]
+) -> HostWritten | None:
     tokens = np.flatnonzero((levels > 0) | ledger.backed[token_slots])
     if not len(tokens):
         return None

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from tidekv.attention.page_tables import HostBatch, host_batch
+from tidekv.attention.page_tables import HostBatch, host_batch, slot_levels
 from tidekv.errors import InvariantError
 from tidekv.memory.ledger import BoolArray, IntArray
 from tidekv.sglang_plugin.allocator import BatchView, TideAllocator
@@ -60,17 +61,21 @@ def plan_batch(allocator: TideAllocator, req_to_token: torch.Tensor, forward_bat
     free = (first_locs == 0) & (ids > 0)
     if free.any():
         raise InvariantError(f"the batch reads virtual page {int(ids[free][0])}, which is free")
-    narrow = ledger.any_narrow and is_narrow(allocator, first_locs)
-    if not narrow and np.array_equal(first_locs, ids * page_size):
+    slots = levels = None
+    if ledger.any_narrow:
+        slots = first_locs // page_size
+        levels = slot_levels(ledger, slots)
+        if not levels.any():
+            levels = None
+    if levels is None and np.array_equal(first_locs, ids * page_size):
         return None
     locs = new_locs(first_locs, q_lens, kv_lens, page_size)
-    if not narrow and not ledger.any_backed:
+    if slots is None or levels is None:
         return Moved(q_lens, kv_lens, first_locs, locs)
-    slots = first_locs // page_size
     unseen = None
     if view is not None and forward_batch.forward_mode.is_decode():
-        unseen = _unseen(allocator, view, kv_lens, slots)
-    return host_batch(ledger, q_lens, kv_lens, slots, locs, unseen)
+        unseen = _unseen(allocator, view, kv_lens, levels)
+    return host_batch(ledger, q_lens, kv_lens, slots, locs, unseen, levels)
 
 
 def announced(allocator: TideAllocator, forward_batch: Any) -> BatchView | None:
@@ -79,15 +84,6 @@ def announced(allocator: TideAllocator, forward_batch: Any) -> BatchView | None:
     if view is None or rids is None or rids != [req.rid for req in view.reqs]:
         return None
     return view
-
-
-def is_narrow(allocator: TideAllocator, first_locs: IntArray) -> bool:
-    """Whether one of these slots has given up layers."""
-    ledger = allocator.core.ledger
-    limit = ledger.page_stride * allocator.pages.page_size
-    if (first_locs >= limit).any():  # only a slot that shares its page starts behind the first cell
-        return True
-    return bool((ledger.page_level[first_locs // allocator.pages.page_size] > 0).any())
 
 
 def new_locs(first_locs: IntArray, q_lens: IntArray, kv_lens: IntArray, page_size: int) -> IntArray:
@@ -99,14 +95,16 @@ def new_locs(first_locs: IntArray, q_lens: IntArray, kv_lens: IntArray, page_siz
     return locs
 
 
-def _unseen(allocator: TideAllocator, view: BatchView, kv_lens: IntArray, slots: IntArray) -> BoolArray | None:
+def _unseen(
+    allocator: TideAllocator, view: BatchView, kv_lens: IntArray, levels: npt.NDArray[np.int8]
+) -> BoolArray | None:
     """[B, N] what windows do not see in this decode step. A prefill reads everything: it hides the link, and what it
     computes may be shared. What a decode step computes with loss is kept out of the prefix cache."""
     window = allocator.window
     if window is None:
         return None
-    unseen = window.unseen(kv_lens, ~np.array(view.high, dtype=np.bool_), slots.shape[1])
-    unseen &= (slots > 0) & (allocator.core.ledger.levels_of(slots) > 0)
+    unseen = window.unseen(kv_lens, ~np.array(view.high, dtype=np.bool_), levels.shape[1])
+    unseen &= levels > 0
     for index in np.flatnonzero(unseen.any(1)).tolist():
         req = view.reqs[index]
         req.tidekv_lossy = req.skip_radix_cache_insert = True
