@@ -157,3 +157,21 @@ def test_whoever_is_stepped_at_once_is_brought_in_before_the_step() -> None:
         engine.step()  # nobody else runs: no step is spent on waiting
         assert len(engine.requests[name].output_ids) == made + 1
     assert engine.allocator.repacker.behind_bytes == 0
+
+
+def test_a_cached_page_that_is_narrow_counts_by_its_width() -> None:
+    # If each counted as a page, widening would take what this step opens, and give it back in the same plan.
+    engine = make_engine(4, 64, 4, rates=RATES, write_through=True, host_pages=2000)
+    name = engine.add_request(list(range(1, 41)), SamplingParams(max_new_tokens=8, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    scheduler = engine.scheduler
+    assert isinstance(scheduler, NarrowScheduler)
+    assert engine.prefix_cache is not None
+    assert scheduler._narrow(engine.requests[name]) >= 10
+    engine.abort(name)  # its prompt stays in the cache, at half width
+    cached = engine.prefix_cache.evictable_pages
+    assert cached == 10
+    free = engine.allocator.num_free_pages
+    assert scheduler.widths.available_pages() <= free + cached // 2 + 1
+    assert engine.allocator.gather_pages(64) >= scheduler.widths.available_pages()

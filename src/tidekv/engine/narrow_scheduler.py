@@ -192,8 +192,11 @@ class NarrowScheduler(Scheduler):
     def _widen(self) -> None:
         """The first in rank get their pages back, a batch a step."""
         wanting = [r for r in self.running if self._wants_width(r)] + self.parked
+        if not wanting:
+            return
         left, hidden = self._move_limit(), self._hidden_bytes()
-        spare = sum(not self._is_paused(r) for r in self.running) + 1  # a page for everybody's growth
+        # A page for everybody's growth, and what this very step opens: else it would take back what just came in.
+        spare = max(sum(not self._is_paused(r) for r in self.running) + 1, self._demand())
         for request in sorted(wanting, key=self._rank):
             need = self._pages_away(request)
             behind = self._comes_behind(request)
@@ -364,8 +367,8 @@ class NarrowScheduler(Scheduler):
 
     def _demand(self) -> int:
         """Pages for this step's decodes and for prompts that open wide; a few for those that open narrow."""
-        stepping = [r for r in self.running if r.state is RequestState.DECODE and not self._is_paused(r)]
-        pages = self.widths.new_pages(stepping)
+        decodes = [r for r in self.running if r.state is RequestState.DECODE and r not in self.arriving]
+        pages = self.widths.new_pages([r for r in decodes if not self._is_paused(r)])
         prompts = [r for r in self.running if r.state is RequestState.PREFILL]
         if self.waiting and self._may_admit(by_rank(self.waiting)[0]):
             prompts += self.waiting

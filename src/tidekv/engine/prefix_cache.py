@@ -84,6 +84,11 @@ class PrefixCache:
         """Pages in nodes that no lock holds. O(1)."""
         return self._num_evictable
 
+    def evictable_locs(self) -> Int64Array:
+        """Locs of those pages, in no order: for who wants to know what they are worth, not which one goes first."""
+        found: Int64Array = self._locs[(self._locs > 0) & (self._refcount == 0)]
+        return found
+
     def loc_tensors(self) -> list[Tensor]:
         """The holder's part: int64 CPU tensors of encoded locs to rewrite in place, 0 = empty.
 

@@ -4,9 +4,11 @@ configured rates: no clock, no event, so that every tensor-parallel rank decides
 A narrowed slot costs its non-resident bytes over the link at **every** step that reads it; widening it costs them once.
 
     step_s          = base_s + batch * request_s + context * context_s + prompt * prompt_s
-    stream_budget   = link_rate * step_s * STREAM_SHARE    copies run under the step that reads them: nobody waits
-    move_budget     = link_rate * step_s * share           widening runs between steps: on average a step takes `share`
-                                                           longer while high priority decodes
+    stream_budget   = link_rate * step_s * STREAM_SHARE    copies run under a step: nobody waits. First what high
+                                                           priority reads, then pages of paused requests that come in
+                                                           for good (they are not in that step), then streaming
+    move_budget     = link_rate * step_s * share           other widening runs between steps: on average a step takes
+                                                           `share` longer while high priority decodes
     saved           = link_rate * share * BACKLOG_S        of the move budget that may be kept for later
     burst           = link_rate * (chunk * prompt_s - step_s)   of what was saved that one step may take: then it is as
                                                            long as a step with a chunk of a prompt, and has none
@@ -17,11 +19,12 @@ A narrowed slot costs its non-resident bytes over the link at **every** step tha
 
 Example, H200 and Llama-3.1-8B (131,072 bytes a token, 55 GB/s): a low request of 4,096 tokens at 2 of 32 layers streams
 503 MB at every step, 9.2 ms of the link, while its step takes 6 ms; widening it takes the same 9.2 ms once. A prefill
-step of 2,048 tokens takes 50 ms and hides 2.2 GB of streaming. At a share of 5 % widening goes at 21,000 tokens/s, and
-the 9.2 ms of bringing the request in pay after 31 steps.
+step of 2,048 tokens takes 50 ms and hides 2.2 GB of streaming. Under steps widening goes at 335,000 tokens/s; between
+them, at a share of 5 %, at 21,000, and the 9.2 ms of bringing the request in pay after 31 steps.
 
 Source of the formulas: rates as measured on a H200 (pinned host to device 55 GB/s, device copy 4.2 TB/s); overlap and
-its absence are what the code does: `Streamer` copies on its own stream, `Repacker` on the compute stream.
+its absence are what the code does: `Streamer` and `CopiesBehind` copy on streams of their own, `Repacker` on the
+compute stream.
 """
 
 from __future__ import annotations

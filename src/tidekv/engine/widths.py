@@ -31,9 +31,15 @@ class RequestWidths:
         return len(ledger.ladder) > 1 and ledger.num_host_pages > 0
 
     def available_pages(self) -> int:
-        """Pages to be had without narrowing anything: free, cached but unreferenced, freed by a merge."""
-        ledger = self.allocator.ledger
+        """Pages to be had without narrowing anything: free, cached but unreferenced, freed by a merge.
+
+        A cached page counts by its width: requests end narrow, too, and 16 slots of a sixteenth are one page.
+        """
+        ledger, cache = self.allocator.ledger, self.memory.prefix_cache
         free = self.memory.free_pages()
+        if cache is not None and cache.evictable_pages and ledger.any_narrow:
+            slots = cache.evictable_locs() // self.memory.page_size
+            free += int((0.5 ** ledger.levels_of(slots)).sum()) - len(slots)
         return free + sum(ledger.mergeable_pages(code, level) for code, level in ledger.partial)
 
     def new_pages(self, requests: list[Request]) -> int:
