@@ -119,6 +119,12 @@ def build_allocator(
         )
     pool, settings = token_to_kv_pool.device_pool, tide.settings
     geometry = pool.geometry
+    high, staging = settings.high_reserved_pages, None
+    if settings.pausing:
+        # The ladder then halves high priority after everything else only, and staging is small: what narrows is hardly
+        # read. 7 of 937 pages stage 112 at a time; the core's 56 would be lost to everybody else.
+        high = geometry.num_pages if high is None else high
+        staging = min(max(2, geometry.num_pages // 128), geometry.num_pages)
     core = TideCore(
         geometry.num_pages * geometry.page_size,
         geometry.page_size,
@@ -127,10 +133,8 @@ def build_allocator(
         pool,
         host_pool=HostKVPool(geometry, tide.capacity.host_pages * geometry.page_bytes),
         low_max_pages=settings.low_max_pages,
-        # Who pauses comes before who narrows: the ladder then halves high priority after everything else only.
-        high_reserved_pages=geometry.num_pages
-        if settings.pausing and settings.high_reserved_pages is None
-        else settings.high_reserved_pages,
+        high_reserved_pages=high,
+        dynamic_max_pages=staging,
     )
     tide.allocator = allocator = TideAllocator(
         sizes.max_total_num_tokens,
