@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tidekv.errors import ConfigError
-from tidekv.kernels.move import compact_cells, copy_cells, copy_rows
+from tidekv.kernels.move import compact_cells, copy_cells, copy_rows, link_programs
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -140,15 +140,19 @@ def test_copy_rows_matches_a_loop(backend, device, dtype, heads, dim, layout):
 
 @pytest.mark.parametrize("max_programs", [1, 2, 100])
 def test_copy_rows_by_few_programs(backend, device, max_programs):
-    """11 rows are three turns of four: the last is not full, and a program takes more than one."""
-    src = [random_bits((11, 2, 16), torch.bfloat16, s, device) for s in (1, 2)]
-    dst = [random_bits((30, 2, 16), torch.bfloat16, s, device) for s in (3, 4)]
+    """11 rows of 256 words are three turns of four: the last is not full, and a program takes more than one."""
+    src = [random_bits((11, 8, 128), torch.bfloat16, s, device) for s in (1, 2)]
+    dst = [random_bits((30, 8, 128), torch.bfloat16, s, device) for s in (3, 4)]
     rows = int64([29, 3, -1, 7, 0, 8, 9, -1, 10, 11, 12], device)
     expected = [d.clone() for d in dst]
     copy_rows(*expected, *src, rows, backend="torch")
     copy_rows(*dst, *src, rows, max_programs=max_programs, backend=backend)
     for d, e in zip(dst, expected, strict=True):
         assert torch.equal(bits(d), bits(e))
+
+
+def test_small_pages_take_more_programs_to_keep_the_link_busy():
+    assert [link_programs(kib * 1024) for kib in (128, 32, 16, 8, 4, 1)] == [4, 4, 8, 16, 16, 16]
 
 
 def test_nothing_to_move_changes_nothing(backend, device):

@@ -31,13 +31,25 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.int8))
 _BLOCK_WORDS = 1024
 _WORDS_A_WARP = 256
 # What hides the latency of the link is bytes under way: 64 KiB of them bring half of its rate, 128 KiB 0.88, 256 KiB
-# 0.92 (one H200). So the fewer programs, the more each of them carries.
+# 0.92 (one H200, 4, 8 and 16 programs of 1,024 words). So the fewer programs, the more each of them carries: 4 of 4,096
+# words bring 0.92 too.
 _WORDS_UNDER_WAY = 16 * 1024  # of K, and as many of V
 _MOST_WORDS = 4096  # of a program: 16 warps of 32 data registers a thread
-# Writing rows to the host with a program a row fills every SM with waiting stores: a matmul beside it takes 1.7 times
-# as long. 16 programs of 4 rows of 2 KiB keep as many bytes under way as a copy of cells does.
-HOST_WRITE_PROGRAMS = 16
-_ROWS_A_TURN = 4
+# Rows of 2,048 tokens on their way to the host: with a program for every 4 of them a matmul beside it takes 1.7 times
+# as long as beside a plain copy, decode attention 2.3 times; with 16 programs 1.11 and 1.68, with 8 1.05 and 1.13, with
+# 4 1.02 and 1.00, at 0.94, 0.94, 0.94 and 0.92 of the link (one H200, rows of 2 KiB).
+HOST_WRITE_PROGRAMS = 4
+
+
+def link_programs(page_bytes: int) -> int:
+    """How many programs of `copy_cells` keep a PCIe link busy and leave the other SMs alone; `page_bytes` of K a page.
+
+    One H200, pages of 32 and 128 KiB: 4 programs bring 92 % of the pinned link, as a full grid does, and decode
+    attention takes no longer beside them than beside a plain copy (1.06 of its time alone; 1.10 beside 16 programs).
+    Beside a matmul they keep 44 GB/s where 16 keep 38: fewer of them wait behind its blocks. A program carries at most
+    a page at a time, so small pages take more of them.
+    """
+    return max(4, min(16, cdiv(8 * _WORDS_UNDER_WAY, page_bytes)))
 
 
 @triton.jit
@@ -396,7 +408,7 @@ def copy_rows(
     num_rows = dst_rows.numel()
     if max_programs is None and dst_rows.is_cuda and not dst_k.is_cuda:
         max_programs = HOST_WRITE_PROGRAMS
-    rows = 1 if max_programs is None else _ROWS_A_TURN
+    rows = 1 if max_programs is None else max(1, _BLOCK_WORDS // block)
     turns = cdiv(num_rows, rows)
     _rows(
         dst_rows,

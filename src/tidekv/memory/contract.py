@@ -9,11 +9,11 @@ import numpy.typing as npt
 import torch
 
 from tidekv.errors import ConfigError, DoubleFreeError
-from tidekv.memory.ledger import HIGH, LOW, BoolArray, IntArray, Ledger
+from tidekv.memory.ledger import HIGH, LOW, BoolArray, CodeArray, IntArray, Ledger
 
 # None: all high. A bool: all of that. A list or a bool tensor [bs]: one for each request.
 Priorities = bool | Iterable[bool] | torch.Tensor | None
-_CODE_OF_BOOL = np.array([LOW, HIGH])
+_CODE_OF_BOOL = np.array([LOW, HIGH], dtype=np.int8)  # as in the books: 8,192 pages are then booked by a memcpy
 
 
 def check_device_vector(name: str, tensor: torch.Tensor, length: int, device: torch.device) -> None:
@@ -87,7 +87,7 @@ def priority_mask(is_high_priority: Priorities, bs: int) -> BoolArray:
 
 def codes_of_new_pages(
     is_high_priority: Priorities, new_pages: IntArray | BoolArray, num_pages: int
-) -> int | list[int] | IntArray:
+) -> int | list[int] | CodeArray:
     """HIGH or LOW for all `num_pages` pages that a batch opens, or for each: request after request, [num_pages].
 
     new_pages: [bs] how many each request opens.
@@ -99,10 +99,8 @@ def codes_of_new_pages(
     # A step of decodes opens few pages, and turning a list of 1,024 into an array takes as long as the launch.
     if at_most_one and 4 * num_pages < bs and isinstance(is_high_priority, list) and len(is_high_priority) == bs:
         return [HIGH if is_high_priority[i] else LOW for i in new_pages.nonzero()[0].tolist()]
-    mask = priority_mask(is_high_priority, bs)
-    is_high = mask[new_pages] if at_most_one else mask.repeat(new_pages)
-    codes: IntArray = _CODE_OF_BOOL[is_high.view(np.int8)]
-    return codes
+    codes: CodeArray = _CODE_OF_BOOL[priority_mask(is_high_priority, bs).view(np.int8)]  # of each request
+    return codes[new_pages] if at_most_one else codes.repeat(new_pages)
 
 
 def check_last_loc(ledger: Ledger, last_loc: torch.Tensor, prefix_lens: IntArray, extends: BoolArray) -> None:

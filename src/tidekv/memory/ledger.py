@@ -17,6 +17,7 @@ from tidekv.memory.ledger_state import (
     NO_SLOTS,
     AllocationSplit,
     BoolArray,
+    CodeArray,
     IntArray,
     LedgerState,
     as_run,
@@ -31,6 +32,7 @@ __all__ = [
     "NO_SLOTS",
     "AllocationSplit",
     "BoolArray",
+    "CodeArray",
     "IntArray",
     "Ledger",
 ]
@@ -78,7 +80,7 @@ class Ledger(LedgerState):
         self._book_shared_or_narrow(code, slots, host_pages)
         return slots
 
-    def open_pages(self, codes: int | list[int] | IntArray, num_pages: int) -> IntArray:
+    def open_pages(self, codes: int | list[int] | CodeArray, num_pages: int) -> IntArray:
         """`num_pages` fresh full-width pages, each one slot. The caller has checked that they are free.
 
         codes: HIGH or LOW for all of them, or [num_pages] for each in its turn.

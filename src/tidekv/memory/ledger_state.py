@@ -20,6 +20,7 @@ from tidekv.geometry import KVGeometry, narrow_slot_table
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+CodeArray = npt.NDArray[np.int8]
 
 FREE: Final = 0
 HIGH: Final = 1
