@@ -39,6 +39,9 @@ def test_the_matrix_runs_everything_once_and_goes_on_where_it_was(matrix: Any, t
     half = found["made_llama-3.1-8b_0.500_narrow.json"]
     assert half["capacity_tokens"] == peak // 2 // 64 * 64
     assert half["classes"]["low"]["finished"] == 6
+    parts = half["modelled"]
+    assert parts["busy_s"] == pytest.approx(parts["compute_s"] + parts["moves_s"] + parts["waits_s"])
+    assert parts["busy_s"] <= half["span_s"]
     lossy = found["made_llama-3.1-8b_0.500_narrow-exact-window.json"]
     assert lossy["low_reads"] == "window (LOSSY)"
     assert "narrow LOSSY: low window" in (tmp_path / "out" / "tables.md").read_text()

@@ -28,13 +28,19 @@ class VirtualClock:
 
 @dataclass
 class ModelledTotals:
-    """What the modelled machine has done so far: seconds and K and V bytes."""
+    """What the modelled machine has done so far: seconds and K and V bytes.
+
+    busy_s = compute_s + moves_s + waits_s: what steps compute, what is moved between them, and what they wait for the
+    link (or, with the host's part, for the host) beyond their computation.
+    """
 
     busy_s: float = 0.0
     compute_s: float = 0.0
     moves_s: float = 0.0
+    waits_s: float = 0.0
     link_bytes: int = 0
     streamed_bytes: int = 0
+    behind_bytes: int = 0  # pages of paused requests that came in under steps
     steps: int = 0
 
 
@@ -122,6 +128,8 @@ class ModelExecutor:
         totals = self.totals
         totals.compute_s += compute_s
         totals.moves_s += moves_s
+        totals.waits_s += step_s - compute_s - moves_s
+        totals.behind_bytes += load.behind_bytes
         totals.busy_s += step_s
         totals.streamed_bytes += load.streamed_bytes
         totals.link_bytes += load.streamed_bytes + load.behind_bytes + load.to_host_bytes + load.from_host_bytes

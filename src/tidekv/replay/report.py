@@ -92,6 +92,7 @@ def run_figures(run: PolicyRun) -> dict[str, Any]:
         "halvings": stats["halvings_low"] + stats["halvings_high"],
         "device_busy": run.device_busy,
         "link_busy": run.link_busy,
+        "modelled": asdict(run.modelled) if run.modelled is not None else None,
         "classes": classes,
         "timeline": [asdict(sample) for sample in run.samples],
     }

@@ -22,7 +22,7 @@ from tidekv.engine.sampling import SamplingParams
 from tidekv.engine.scheduler import Pressure
 from tidekv.errors import CapacityError, ConfigError, InvariantError
 from tidekv.replay.cost import CostModel, cost_model
-from tidekv.replay.executor import ModelExecutor, VirtualClock, stand_in_model
+from tidekv.replay.executor import ModelExecutor, ModelledTotals, VirtualClock, stand_in_model
 from tidekv.replay.trace import TraceRequest
 
 UNLIMITED = "unlimited"
@@ -101,6 +101,7 @@ class PolicyRun:
     samples: list[Sample] = field(default_factory=list)
     device_busy: float | None = None  # shares of the span; None for the real executor
     link_busy: float | None = None
+    modelled: ModelledTotals | None = None  # what the virtual machine did; None for the real executor
     interrupted: bool = False
 
 
@@ -236,7 +237,7 @@ def run_policy(
         interrupted=interrupted,
     )
     if isinstance(engine.runner, ModelExecutor) and cost is not None:
-        totals = engine.runner.totals
+        totals = run.modelled = engine.runner.totals
         run.device_busy = totals.busy_s / span_s
         run.link_busy = totals.link_bytes / cost.link_rate / span_s
     if progress is not None:
