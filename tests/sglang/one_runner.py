@@ -2,7 +2,8 @@
 hand.
 
     SGLANG_USE_CPU_ENGINE=1 TIDEKV_SGLANG=1 python tests/sglang/one_runner.py FOLDER OUT      writes one JSON object
-    TIDEKV_SGLANG=1 python tests/sglang/one_runner.py FOLDER OUT --cuda      the same with real graphs
+    ... --triton      with TRITON_INTERPRET=1: SGLang's Triton backend over pages that have moved
+    TIDEKV_SGLANG=1 python tests/sglang/one_runner.py FOLDER OUT --cuda      the first with real graphs
 
 Each run decodes the same requests step by step and keeps the logits; runs differ in what narrows, and how it is read.
 """
@@ -49,6 +50,8 @@ def make_runner(folder: Path, **options: Any) -> Any:
     from tidekv.sglang_plugin import plugin
     from tidekv.sglang_plugin.config import read_settings
 
+    if not (folder / "config.json").is_file():
+        write_model(folder)
     plugin.install(read_settings())
     common: dict[str, Any] = {
         "device": "cpu", "attention_backend": "torch_native", "dtype": "float32", "page_size": PAGE_SIZE,
@@ -117,10 +120,10 @@ class Run:
         self.tide.check()
 
 
-def run(runner: Any, before: Callable[[Run, int], None]) -> Run:
+def run(runner: Any, before: Callable[[Run, int], None], steps: int = STEPS) -> Run:
     """Prefill and all steps; `before(run, step)` narrows or widens."""
     made = Run(runner)
-    for step in range(STEPS):
+    for step in range(steps):
         before(made, step)
         made.step()
     return made
@@ -161,8 +164,6 @@ def main(folder: Path, cuda: bool) -> dict[str, Any]:
     from tidekv.sglang_plugin.graphs import NarrowGraphs
     from tidekv.sglang_plugin.window import Window
 
-    if not (folder / "config.json").is_file():
-        write_model(folder)
     on_cuda = {"device": "cuda", "attention_backend": "triton", "sampling_backend": "pytorch"}
     runner = make_runner(folder, **(on_cuda if cuda else {}))
     attention, allocator = runner.attn_backend, runner.token_to_kv_pool_allocator
@@ -208,5 +209,55 @@ def main(folder: Path, cuda: bool) -> dict[str, Any]:
     return out
 
 
+def main_triton(folder: Path) -> dict[str, Any]:
+    """Moved pages under SGLang's Triton kernels, in Triton's interpreter: launched, and listed as for a replay."""
+    runner = make_runner(folder, attention_backend="triton")
+    plain = run(runner, lambda made, step: None, 3)
+    moved = run(runner, lambda made, step: moving(made, 5) if step == 1 else None, 3)
+    off = [float((a - b).abs().max()) for a, b in zip(moved.logits, plain.logits, strict=True)]
+    launched, replayed, padded, own = listed_rows(runner, moved)
+    return {
+        "largest_difference": max(off),
+        "displaced": int(moved.tide.pages.displaced),
+        "launched": launched,
+        "replayed": replayed,
+        "padded": padded,
+        "own_locs_are_back": own,
+    }
+
+
+def listed_rows(runner: Any, made: Run) -> tuple[list[int], list[int], list[int], bool]:
+    """(rows that the next step reads if it is launched, if it is replayed, and those of padding; whether SGLang's
+    batch has its own locations again)."""
+    from types import SimpleNamespace
+
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    made.batch.input_ids = made.tokens.to(torch.int64)
+    made.batch.prepare_for_decode()
+    batch = ForwardBatch.init_new(made.batch, runner, return_hidden_states_before_norm=False)
+    attention, locs = runner.attn_backend, batch.out_cache_loc
+    count, padding = len(PROMPTS), 2
+    attention.init_cuda_graph_state(8, 8)
+    with attention.planned(batch):
+        attention.init_forward_metadata(batch)
+        launched = attention.forward_metadata.kv_indices.tolist()
+        lens = torch.cat([batch.seq_lens, torch.ones(padding, dtype=batch.seq_lens.dtype)])
+        view = SimpleNamespace(
+            batch_size=count + padding, forward_mode=batch.forward_mode, spec_info=None, encoder_lens=None,
+            req_pool_indices=torch.cat([batch.req_pool_indices, batch.req_pool_indices.new_zeros(padding)]),
+            seq_lens=lens, seq_lens_cpu=lens, seq_lens_sum=int(lens.sum()), out_cache_loc=batch.out_cache_loc,
+        )  # fmt: skip
+        attention.init_forward_metadata_out_graph(view)
+        rows = attention.cuda_graph_kv_indices[: int(lens.sum())].tolist()
+    return launched, rows[:-padding], rows[-padding:], batch.out_cache_loc is locs
+
+
+def write(folder: Path, out: Path, *flags: str) -> None:
+    """Run what the flags say."""
+    found = main_triton(folder) if "--triton" in flags else main(folder, "--cuda" in flags)
+    out.write_text(json.dumps(found, indent=1))
+
+
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(main(Path(sys.argv[1]), sys.argv[3:] == ["--cuda"]), indent=1))
+    write(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -22,20 +22,35 @@ SCRIPT = Path(__file__).with_name("one_runner.py")
 ROUNDING = 1e-4  # in fp32, of logits whose spread is 2: attention sums in another order
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process with one model runner saw."""
-    folder = tmp_path_factory.mktemp("model")
+def see(folder: Path, *flags: str, **variables: str) -> dict[str, Any]:
+    """What a process with one model runner saw."""
     out = folder / "found.json"
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder), str(out)],
-        env=environment({"TIDEKV_SGLANG": "1", "PYTHONPATH": os.pathsep.join(sys.path)}),
+        [sys.executable, str(SCRIPT), str(folder), str(out), *flags],
+        env=environment({"TIDEKV_SGLANG": "1", "PYTHONPATH": os.pathsep.join(sys.path), **variables}),
         cwd=folder, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     read: dict[str, Any] = json.loads(out.read_text())
+    return read
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All the runs on SGLang's backend for a CPU."""
+    read = see(tmp_path_factory.mktemp("model"))
     assert read["spread"] > 1, "the model's logits are too flat to show an error"
     return read
+
+
+def test_sglangs_triton_kernels_read_moved_pages(tmp_path: Path) -> None:
+    seen = see(tmp_path, "--triton", TRITON_INTERPRET="1")
+    assert seen["displaced"] > 0
+    assert seen["largest_difference"] == 0
+    assert seen["launched"] == seen["replayed"]
+    assert len(set(seen["launched"])) == len(seen["launched"])
+    assert all(0 <= row < 4 for row in seen["padded"]), "padding reads the sink page"
+    assert seen["own_locs_are_back"]
 
 
 def test_moved_pages_are_read_where_they_lie(found: dict[str, Any]) -> None:
@@ -50,13 +65,13 @@ def test_narrowed_steps_are_exact(found: dict[str, Any]) -> None:
 
 
 def test_captured_steps_are_the_launched_ones(found: dict[str, Any]) -> None:
-    assert found["captured"]["replays"] > 10
+    assert found["captured"]["replays"] > 5
     assert found["captured_as_eager"]["largest_difference"] == 0
     assert found["captured"]["streamed"] == 2 * found["eager"]["streamed"]  # it counts on
 
 
 def test_windows_are_captured_and_stream_nothing(found: dict[str, Any]) -> None:
-    assert found["window"]["replays"] > 15
+    assert found["window"]["replays"] > 10
     assert found["window"]["largest_difference"] == 0
     assert found["window"]["streamed"] == found["captured"]["streamed"]
     assert found["window_is_lossy"]["largest_difference"] > 0.1

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 # Requests a captured step holds; a batch uses the next larger one, its empty rows write to the sink page.
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 MIN_TABLE_PAGES = 16
+FIRST = "its shape was not seen before"
 
 StepForward = Callable[["CapturedStep"], torch.Tensor]  # logits [size, V] of what the step's buffers hold
 
@@ -220,12 +221,12 @@ class DecodeGraphs:
     ) -> None:
         self.backend = backend
         self._session = session
-        self.replays = self.narrow_replays = self.eager_decodes = 0
+        self.replays = self.narrow_replays = 0
+        self.eager: dict[str, int] = {}  # decode steps that were launched, by the reason
         self._forward = forward
         self._captured: dict[StepShape, CapturedStep] = {}
         self._wanted: set[StepShape] = set()
         self._memory_pool: Any = torch.cuda.graph_pool_handle() if capture else None
-        self._reported: set[str] = set()
 
     def run(
         self, batch: PackedBatch | HostBatch, input_ids: torch.Tensor, positions: torch.Tensor
@@ -241,7 +242,7 @@ class DecodeGraphs:
             return None
         if batch.narrow is not None and shape not in self._wanted:
             self._wanted.add(shape)
-            self.eager_decodes += 1
+            self.report_eager(FIRST)
             return None
         step = self._captured.get(shape)
         if step is None:
@@ -260,12 +261,16 @@ class DecodeGraphs:
         self.replays += 1
         return step.replay()[: len(batch.q_lens)]
 
+    @property
+    def eager_decodes(self) -> int:
+        """Decode steps that were launched."""
+        return sum(self.eager.values())
+
     def report_eager(self, reason: str) -> None:
         """A decode step runs launch by launch; each reason is logged once."""
-        self.eager_decodes += 1
-        if reason not in self._reported:
-            self._reported.add(reason)
+        if reason not in self.eager and reason != FIRST:
             log.info("decode step not replayed from a CUDA graph: %s", reason)
+        self.eager[reason] = self.eager.get(reason, 0) + 1
 
     def _shape(self, batch: PackedBatch | HostBatch) -> StepShape | str:
         """The shape under which the step is captured, or why it is not."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -82,6 +83,7 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         self.batch: BatchView | None = None
         self.mirror: PageMirror | None = None  # the attention's: which pages each request's row names, on the host
         self.attention: Any = None  # the TideAttention that reads this pool
+        self.known: WeakValueDictionary[str, Any] = WeakValueDictionary()  # requests that were announced, by rid
         self.window: Window | None = None  # LOSSY: how low requests are read
         self.old_pages: Callable[[], IntArray] | None = None  # virtual pages that no window reaches
         self.paused: PausedRequests | None = None  # None: nobody pauses

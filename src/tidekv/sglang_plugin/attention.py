@@ -52,6 +52,7 @@ class TideAttention(_Base):  # type: ignore[misc]  # a mixin before one of SGLan
         self.tide_lists_rows = hasattr(self, "kv_indptr")
         self.tide_plan: HostBatch | Moved | None = None
         self._planned = False
+        self.num_narrow = self.num_moved = 0  # decode steps of each kind
         self._first_locs: torch.Tensor | None = None  # [B, N] on the device while SGLang's kernels read moved pages
         self._in_core = False
 
@@ -63,6 +64,9 @@ class TideAttention(_Base):  # type: ignore[misc]  # a mixin before one of SGLan
         real rows meanwhile: SGLang copies it into its buffers; its own books keep theirs."""
         plan = plan_batch(self.tide, self.tide_rows.req_to_token, forward_batch)
         own_locs = forward_batch.out_cache_loc
+        if plan is not None and forward_batch.forward_mode.is_decode():
+            self.num_narrow += isinstance(plan, HostBatch)
+            self.num_moved += isinstance(plan, Moved)
         if isinstance(plan, Moved):
             if self.tide_lists_rows:
                 locs, first_locs = upload(self.tide.core.device, (plan.locs, plan.first_locs))
@@ -109,6 +113,17 @@ class TideAttention(_Base):  # type: ignore[misc]  # a mixin before one of SGLan
         lens = plan.kv_lens if forward_batch.forward_mode.is_decode() else plan.kv_lens - plan.q_lens
         if lens.any():
             fill_rows_(kv_indices, kv_indptr, self._first_locs, self.tide.pages.page_size, int(lens.max()))
+
+    def told(self) -> str:
+        """How decode steps ran so far, for the log."""
+        graphs = self.narrow_graphs
+        counts = graphs.steps.eager if graphs is not None else {}
+        why = "; ".join(f"{reason} x{count}" for reason, count in counts.items())
+        replays = graphs.steps.narrow_replays if graphs is not None else 0
+        return (
+            f"#moved-step: {self.num_moved}, #narrow-step: {self.num_narrow}, #narrow-replay: {replays}, "
+            f"#row-read-back: {self.tide.mirror.num_read_back if self.tide.mirror else 0}, launched: {why or 'none'}"
+        )
 
     # ---- the core's attention ------------------------------------------------------------------------------------
 

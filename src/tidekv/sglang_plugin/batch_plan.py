@@ -4,6 +4,7 @@ know a row."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from tidekv.attention.page_tables import HostBatch, host_batch, slot_levels
 from tidekv.errors import InvariantError
 from tidekv.memory.ledger import BoolArray, IntArray
-from tidekv.sglang_plugin.allocator import BatchView, TideAllocator
+from tidekv.sglang_plugin.allocator import TideAllocator
 from tidekv.sglang_plugin.page_mirror import read_rows
 
 
@@ -52,9 +53,9 @@ def plan_batch(allocator: TideAllocator, req_to_token: torch.Tensor, forward_bat
     q_lens, kv_lens = lens_of(forward_batch)
     page_size = pages.page_size
     num_pages = -(-kv_lens // page_size)
-    view = announced(allocator, forward_batch)
-    if view is not None and allocator.mirror is not None:
-        ids = allocator.mirror.ids_of(view.reqs, num_pages)
+    reqs = requests_of(allocator, forward_batch)
+    if reqs is not None and allocator.mirror is not None:
+        ids = allocator.mirror.ids_of(reqs, num_pages)
     else:
         ids = read_rows(req_to_token, forward_batch.req_pool_indices, num_pages, page_size)
     first_locs = pages.first_locs(ids)
@@ -73,17 +74,21 @@ def plan_batch(allocator: TideAllocator, req_to_token: torch.Tensor, forward_bat
     if slots is None or levels is None:
         return Moved(q_lens, kv_lens, first_locs, locs)
     unseen = None
-    if view is not None and forward_batch.forward_mode.is_decode():
-        unseen = _unseen(allocator, view, kv_lens, levels)
+    if reqs is not None and forward_batch.forward_mode.is_decode():
+        unseen = _unseen(allocator, reqs, kv_lens, levels)
     return host_batch(ledger, q_lens, kv_lens, slots, locs, unseen, levels)
 
 
-def announced(allocator: TideAllocator, forward_batch: Any) -> BatchView | None:
-    """Whose batch it is, if the batch announced last is this one."""
-    view, rids = allocator.batch, getattr(forward_batch, "rids", None)
-    if view is None or rids is None or rids != [req.rid for req in view.reqs]:
+def requests_of(allocator: TideAllocator, forward_batch: Any) -> Sequence[Any] | None:
+    """The requests of the batch, in its order: those announced last, or by their ids. None: somebody is not known."""
+    rids = getattr(forward_batch, "rids", None)
+    if rids is None:
         return None
-    return view
+    view = allocator.batch
+    if view is not None and rids == [req.rid for req in view.reqs]:
+        return view.reqs
+    found = [allocator.known.get(rid) for rid in rids]
+    return None if None in found else found
 
 
 def new_locs(first_locs: IntArray, q_lens: IntArray, kv_lens: IntArray, page_size: int) -> IntArray:
@@ -96,16 +101,17 @@ def new_locs(first_locs: IntArray, q_lens: IntArray, kv_lens: IntArray, page_siz
 
 
 def _unseen(
-    allocator: TideAllocator, view: BatchView, kv_lens: IntArray, levels: npt.NDArray[np.int8]
+    allocator: TideAllocator, reqs: Sequence[Any], kv_lens: IntArray, levels: npt.NDArray[np.int8]
 ) -> BoolArray | None:
     """[B, N] what windows do not see in this decode step. A prefill reads everything: it hides the link, and what it
     computes may be shared. What a decode step computes with loss is kept out of the prefix cache."""
     window = allocator.window
     if window is None:
         return None
-    unseen = window.unseen(kv_lens, ~np.array(view.high, dtype=np.bool_), levels.shape[1])
+    is_low = np.array([not req.tidekv_high for req in reqs], dtype=np.bool_)
+    unseen = window.unseen(kv_lens, is_low, levels.shape[1])
     unseen &= levels > 0
     for index in np.flatnonzero(unseen.any(1)).tolist():
-        req = view.reqs[index]
+        req = reqs[index]
         req.tidekv_lossy = req.skip_radix_cache_insert = True
     return unseen

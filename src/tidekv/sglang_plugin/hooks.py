@@ -206,6 +206,7 @@ def _announce(batch: Any, reqs: list[Any]) -> TideAllocator:
     except AttributeError:  # a newcomer among them
         for req in reqs:
             req.tidekv_high = is_high(req)
+            allocator.known[req.rid] = req
         high = [req.tidekv_high for req in reqs]
     allocator.batch = BatchView(
         tuple(high),

@@ -122,6 +122,8 @@ class Reporter:
             since["window_pages_total"],
             now["narrow_slots"],
         )
+        if self.allocator.attention is not None:
+            logger.info("tidekv idle, since the start: %s", self.allocator.attention.told())
 
     def publish(self) -> None:
         """Bring the registry up to date."""
