@@ -5,18 +5,20 @@
                + 4 * q_heads * head_dim * layers * (sum of contexts) / attention_rate
     compute_s  = decode_s + max(0, prefill_s - weight_bytes / device_rate)     one packed step reads the weights once
                  and with new prompt tokens at least prefill_floor_s           launched kernel by kernel from Python
-    step_s     = max(compute_s, (streamed_bytes + behind_bytes) / link_rate) + moves_s
-                 + narrow_step_s if anything is streamed                       planned only after the last one's end
+    step_s     = max(compute_s, (streamed_bytes + behind_bytes) / link_rate) + moves_s + host_s
+    host_s     = serial_step_s if anything is narrow                           planned only after the last one's end
+               + narrow_step_s if anything is streamed + behind_step_s if pages come in under it
+               + unhidden_link * streamed_bytes / link_rate with new prompt tokens
     moves_s    = device_bytes / device_rate + (to_host_bytes + from_host_bytes) / link_rate
 
 Streaming overlaps with the step that reads it, layer by layer, and pages of paused requests come in under a step that
 does not read them (`pressure/behind.py`). Repacks, parking and all else that comes back run on the compute stream
 between two steps, so they are added.
 
-The two host terms are 0 in the presets "H200" and "H100", which say what the device and the link allow, and as measured
-in "H200-host".
+The host's terms (`prefill_floor_s` and all of `host_s`) are 0 in the presets "H200" and "H100", which say what the
+device and the link allow, and as measured in "H200-host".
 
-Example, H200 and Llama-3.1-8B: 128 requests of 1,024 tokens decode in 10.0 ms; 2,048 prompt tokens alone take 53.6 ms.
+Example, H200 and Llama-3.1-8B: 128 requests of 1,024 tokens decode in 10.0 ms; 2,048 prompt tokens alone take 53.8 ms.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ class Machine:
     host_bytes: int
     source: str
     prefill_floor_s: float = 0.0
+    serial_step_s: float = 0.0
     narrow_step_s: float = 0.0
+    behind_step_s: float = 0.0
+    unhidden_link: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -95,11 +100,16 @@ MACHINES: dict[str, Machine] = {
 _HOST = replace(
     MACHINES["H200"],
     name="H200-host",
-    prefill_floor_s=27e-3,
-    narrow_step_s=6e-3,
-    source=MACHINES["H200"].source + ". The engine's host part as measured: steps with a prompt chunk take 22 to 32 ms "
-    "whatever their size, narrowed steps 5 to 7 ms more than link and computation "
-    "(benchmarks/results/2026-12-01-h200/summary.md)",
+    prefill_floor_s=33e-3,
+    serial_step_s=2.5e-3,
+    narrow_step_s=2.7e-3,
+    behind_step_s=1.5e-3,
+    unhidden_link=0.65,
+    source=MACHINES["H200"].source + ". The host's part, medians of benchmarks/results/2026-12-01-h200-replay/"
+    "replay_steps.json: chunks of 1 to 1,200 prompt tokens 32 to 36 ms whatever their size; decode steps of 9 to 17 "
+    "requests while something is narrow 8.2 ms for 5.7, that stream 11.0 ms, that pages come in under 9.8 ms, of which "
+    "the copies' 4 ms are hidden; chunks of 2,048 tokens that stream 17, 25 and 42 ms of the link 76, 82 and 95 ms for "
+    "55",
 )
 MACHINES[_HOST.name] = _HOST
 
@@ -112,12 +122,14 @@ MODELS: dict[str, ModelShape] = {
     )
 }
 
-# Decode step of our engine on a H200, Llama-3.1-8B, at batch 1, 32 and 128, prompts of 1,024 tokens and halfway through
-# 128 of output (benchmarks/results/2026-12-01-h200/engine.json; SGLang: 5.05, 6.2 and 13.0 ms). What the bytes do not
-# explain is overhead, and is spread over the 32 layers.
-MEASURED_BATCH = (1, 32, 128)
-MEASURED_DECODE_S = (4.72e-3, 5.95e-3, 10.3e-3)
-MEASURED_CONTEXT = 1024 + 64
+# Decode steps of our engine on a H200, Llama-3.1-8B: medians of steps between others of the same batch, contexts of 200
+# to 4,200 tokens side by side (benchmarks/results/2026-12-01-h200-replay/replay_steps.json, unlimited); the last with
+# 128 equal contexts of 1,088 (benchmarks/results/2026-12-01-h200/engine.json; SGLang: 13.0 ms). 32 equal contexts of
+# 1,088 take 5.95 ms where 24 unequal ones of the same sum take 7.08. What the bytes do not explain is overhead, and is
+# spread over the 32 layers.
+MEASURED_BATCH = (1, 7, 13, 24, 128)
+MEASURED_CONTEXT = (2952, 13823, 27909, 35574, 128 * 1088)  # tokens in all
+MEASURED_DECODE_S = (4.99e-3, 5.50e-3, 6.07e-3, 7.08e-3, 10.3e-3)
 MEASURED_MODEL, MEASURED_MACHINE = "llama-3.1-8b", "H200"
 
 # Two all-reduces a layer across NVLink, 15 us each at decode sizes. Assumed, not measured.
@@ -142,6 +154,7 @@ class StepLoad:
     to_host_bytes: int = 0
     from_host_bytes: int = 0  # before the step
     behind_bytes: int = 0  # from the host under the step
+    any_narrow: bool = False  # in the pool, whoever it belongs to: then no step is launched ahead of the last one's end
 
 
 class CostModel:
@@ -183,12 +196,17 @@ class CostModel:
 
     def step_s(self, load: StepLoad) -> float:
         """The whole step."""
-        host_s = self.machine.narrow_step_s if load.streamed_bytes else 0.0
-        return (
-            max(self.compute_s(load), (load.streamed_bytes + load.behind_bytes) / self.link_rate)
-            + self.moves_s(load)
-            + host_s
-        )
+        link_s = (load.streamed_bytes + load.behind_bytes) / self.link_rate
+        return max(self.compute_s(load), link_s) + self.moves_s(load) + self.host_s(load)
+
+    def host_s(self, load: StepLoad) -> float:
+        """What the host, and copies beside a prompt's chunk, add to the step."""
+        machine = self.machine
+        seconds = machine.serial_step_s * load.any_narrow
+        seconds += machine.narrow_step_s * (load.streamed_bytes > 0) + machine.behind_step_s * (load.behind_bytes > 0)
+        if load.prefill_tokens:
+            seconds += machine.unhidden_link * load.streamed_bytes / self.link_rate
+        return seconds
 
     def step_rates(self) -> StepRates:
         """The straight lines that the scheduler plans with: all that it knows of the machine is configured."""
@@ -216,8 +234,7 @@ def cost_model(machine: str, model: str) -> CostModel:
 def _overhead_a_layer() -> np.ndarray:
     """Seconds a layer at each of `MEASURED_BATCH`: what weights and KV bytes leave unexplained."""
     machine, shape = MACHINES[MEASURED_MACHINE], MODELS[MEASURED_MODEL]
-    batch = np.array(MEASURED_BATCH)
-    explained = (2 * shape.parameters + batch * MEASURED_CONTEXT * shape.token_bytes) / machine.device_rate
+    explained = (2 * shape.parameters + np.array(MEASURED_CONTEXT) * shape.token_bytes) / machine.device_rate
     return (np.array(MEASURED_DECODE_S) - explained) / shape.layer_num
 
 

@@ -83,7 +83,8 @@ class LoadCounter:
         device, to_host, from_host, behind = (a - b for a, b in zip(now, self._seen, strict=True))
         self._seen = now
         streamed = self.streamed_bytes([request for request, _ in work])
-        return StepLoad(batch, context, prompt, context_sum, streamed, device, to_host, from_host, behind)
+        any_narrow = self.engine.allocator.ledger.any_narrow
+        return StepLoad(batch, context, prompt, context_sum, streamed, device, to_host, from_host, behind, any_narrow)
 
     def streamed_bytes(self, requests: list[Request]) -> int:
         """Bytes of the layers that are not resident, of all pages that these requests stream by their read modes."""
