@@ -153,25 +153,34 @@ def markdown(data: dict[str, Any]) -> str:
     about = data["about"]
     lines = [f"## {about['name']}", ""]
     lines += [
-        f"{about['date']}; " + ", ".join(f"{k} {v}" for k, v in about["machine"].items()) + ".",
+        f"{about['date']}; {_facts(about['machine'])}.",
         "",
-        f"    {about['command']}",
+        *(f"    {command}" for command in _list(about["command"])),
         "",
     ]
-    if about["smoke"]:
+    if about.get("smoke"):
         lines += ["Smoke run: the figures mean nothing.", ""]
-    if data["ceilings"]:
-        lines += ["Ceilings, same run: " + ", ".join(f"{k} {_cell(v)}" for k, v in data["ceilings"].items()) + ".", ""]
+    if data.get("ceilings"):
+        lines += [f"Ceilings, same run: {_facts(data['ceilings'])}.", ""]
     tables: dict[str, list[dict[str, Any]]] = {}
     for row in data["rows"]:
-        tables.setdefault(row["table"], []).append({k: v for k, v in row.items() if k != "table"})
+        tables.setdefault(row.get("table") or row["phase"], []).append({k: v for k, v in row.items() if k != "table"})
     for name, rows in tables.items():
         columns = list(dict.fromkeys(key for row in rows for key in row))
         lines += [f"### {name}", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         lines += ["| " + " | ".join(_cell(row.get(c)) for c in columns) + " |" for row in rows]
         lines.append("")
-    lines += [f"Not measured: {e['phase']}: {e['error']}" for e in data["errors"]]
+    for error in data.get("errors", ()):
+        lines.append(f"Not measured: {error if isinstance(error, str) else error['phase'] + ': ' + error['error']}")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _facts(facts: dict[str, Any] | str) -> str:
+    return facts if isinstance(facts, str) else ", ".join(f"{k} {_cell(v)}" for k, v in facts.items())
+
+
+def _list(value: list[str] | str) -> list[str]:
+    return [value] if isinstance(value, str) else value
 
 
 def _cell(value: Any) -> str:

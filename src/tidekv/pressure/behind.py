@@ -19,21 +19,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from tidekv.kernels.move import link_programs
 from tidekv.memory.ledger import NO_SLOTS, IntArray
 
 CopyCells = Callable[[IntArray, IntArray, "int | None"], None]  # (host flat pages, device flat pages, programs)
 
 _new_stream: Callable[..., Any] = torch.cuda.Stream  # torch does not type its constructor
 
-# As of the streamer: 16 programs bring 92 % of the pinned link and leave a matmul's time as it is.
-COPY_PROGRAMS = 16
-
 
 class CopiesBehind:
-    """copy: does a list of copies on the current stream. `is_collecting` is set by `collecting()` alone."""
+    """copy: does a list of copies on the current stream. `is_collecting` is set by `collecting()` alone.
 
-    def __init__(self, device: torch.device, copy: CopyCells, page_stride: int) -> None:
+    cell_bytes: K and V of a cell; they decide how few programs copy beside a step.
+    """
+
+    def __init__(self, device: torch.device, copy: CopyCells, page_stride: int, cell_bytes: int) -> None:
         self._copy, self._page_stride = copy, page_stride
+        self._programs_beside = link_programs(cell_bytes // 2)
         self._device = device
         self._stream: Any = None  # made with the first copies: most engines never need one
         self._pending: list[tuple[IntArray, IntArray]] = []
@@ -80,7 +82,7 @@ class CopiesBehind:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for host, device in self._take():
-                self._copy(host, device, COPY_PROGRAMS)
+                self._copy(host, device, self._programs_beside)
         self._forked = True
 
     def join(self) -> None:

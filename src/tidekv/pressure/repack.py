@@ -134,7 +134,8 @@ class Repacker:
         self.host_pool = host_pool
         self.cell_bytes = device_pool.geometry.cell_bytes
         self.counters = MoveCounters()
-        self.behind = CopiesBehind(device_pool.device, self._bring_cells, device_pool.geometry.page_stride)
+        geometry = device_pool.geometry
+        self.behind = CopiesBehind(device_pool.device, self._bring_cells, geometry.page_stride, geometry.cell_bytes)
 
     @property
     def behind_bytes(self) -> int:
