@@ -164,7 +164,8 @@ def main(folder: Path, cuda: bool) -> dict[str, Any]:
     from tidekv.sglang_plugin.graphs import NarrowGraphs
     from tidekv.sglang_plugin.window import Window
 
-    on_cuda = {"device": "cuda", "attention_backend": "triton", "sampling_backend": "pytorch"}
+    on_cuda: dict[str, Any] = {"device": "cuda", "attention_backend": "triton", "sampling_backend": "pytorch"}
+    on_cuda |= {"disable_prefill_cuda_graph": True}
     runner = make_runner(folder, **(on_cuda if cuda else {}))
     attention, allocator = runner.attn_backend, runner.token_to_kv_pool_allocator
     out: dict[str, Any] = {"sglang": __version__}

@@ -66,13 +66,13 @@ def test_narrowed_steps_are_exact(found: dict[str, Any]) -> None:
 
 def test_captured_steps_are_the_launched_ones(found: dict[str, Any]) -> None:
     assert found["captured"]["replays"] > 5
-    assert found["captured_as_eager"]["largest_difference"] == 0
+    assert found["captured_as_eager"]["largest_difference"] < ROUNDING
     assert found["captured"]["streamed"] == 2 * found["eager"]["streamed"]  # it counts on
 
 
 def test_windows_are_captured_and_stream_nothing(found: dict[str, Any]) -> None:
     assert found["window"]["replays"] > 10
-    assert found["window"]["largest_difference"] == 0
+    assert found["window"]["largest_difference"] < ROUNDING
     assert found["window"]["streamed"] == found["captured"]["streamed"]
     assert found["window_is_lossy"]["largest_difference"] > 0.1
     assert found["high_in_window"] == 0

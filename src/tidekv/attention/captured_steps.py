@@ -24,7 +24,7 @@ from tidekv.attention.page_tables import HostBatch, HostWrites, NarrowTables, Pa
 log = logging.getLogger(__name__)
 
 # Requests a captured step holds; a batch uses the next larger one, its empty rows write to the sink page.
-BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+BATCH_SIZES: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 MIN_TABLE_PAGES = 16
 FIRST = "its shape was not seen before"
 
@@ -209,6 +209,8 @@ class DecodeGraphs:
 
     capture: False runs the same steps over the same buffers launch by launch; it is how the CPU tests them.
     session(): entered around the making of each captured step.
+    sizes, min_width, width_factor: requests, columns of the least table, and how much wider the next one is. Each
+    combination that occurs is a capture of its own.
     """
 
     def __init__(
@@ -218,8 +220,12 @@ class DecodeGraphs:
         *,
         capture: bool = True,
         session: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        sizes: tuple[int, ...] = BATCH_SIZES,
+        min_width: int = MIN_TABLE_PAGES,
+        width_factor: int = 2,
     ) -> None:
         self.backend = backend
+        self.sizes, self.min_width, self.width_factor = sizes, min_width, width_factor
         self._session = session
         self.replays = self.narrow_replays = 0
         self.eager: dict[str, int] = {}  # decode steps that were launched, by the reason
@@ -235,7 +241,7 @@ class DecodeGraphs:
 
         input_ids, positions: [B] int64 on the device, one token a request.
         """
-        shape = self._shape(batch)
+        shape = self.shape(batch)
         if isinstance(shape, str):
             if batch.q_lens.max(initial=0) == 1:
                 self.report_eager(shape)
@@ -246,11 +252,7 @@ class DecodeGraphs:
             return None
         step = self._captured.get(shape)
         if step is None:
-            step = self._captured[shape] = CapturedStep(shape, self._forward, self.backend, batch)
-            step.fill(batch, input_ids, positions)
-            if self._memory_pool is not None:
-                with self._session():
-                    step.capture(self._memory_pool)
+            step = self.make(shape, batch, input_ids, positions)
         else:
             step.fill(batch, input_ids, positions)
         if batch.narrow is not None:
@@ -260,6 +262,18 @@ class DecodeGraphs:
             self.backend.count_host_writes(batch.host_writes)
         self.replays += 1
         return step.replay()[: len(batch.q_lens)]
+
+    def make(
+        self, shape: StepShape, batch: PackedBatch | HostBatch, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> CapturedStep:
+        """The captured step of this shape, filled with `batch`, which runs once on the way."""
+        step = self._captured[shape] = CapturedStep(shape, self._forward, self.backend, batch)
+        self._wanted.add(shape)
+        step.fill(batch, input_ids, positions)
+        if self._memory_pool is not None:
+            with self._session():
+                step.capture(self._memory_pool)
+        return step
 
     @property
     def eager_decodes(self) -> int:
@@ -272,15 +286,17 @@ class DecodeGraphs:
             log.info("decode step not replayed from a CUDA graph: %s", reason)
         self.eager[reason] = self.eager.get(reason, 0) + 1
 
-    def _shape(self, batch: PackedBatch | HostBatch) -> StepShape | str:
+    def shape(self, batch: PackedBatch | HostBatch) -> StepShape | str:
         """The shape under which the step is captured, or why it is not."""
         if batch.q_lens.max(initial=0) != 1:
             return "the batch has prefill chunks"
         count = len(batch.q_lens)
-        if count > BATCH_SIZES[-1]:
-            return f"more than {BATCH_SIZES[-1]} requests"
-        size = next(size for size in BATCH_SIZES if size >= count)
-        width = max(MIN_TABLE_PAGES, 1 << (batch.slots.shape[1] - 1).bit_length())
+        if count > self.sizes[-1]:
+            return f"more than {self.sizes[-1]} requests"
+        size = next(size for size in self.sizes if size >= count)
+        width = self.min_width
+        while width < batch.slots.shape[1]:
+            width *= self.width_factor
         writes = batch.host_writes is not None
         if batch.narrow is None:
             return StepShape(size, width, writes_to_host=writes)

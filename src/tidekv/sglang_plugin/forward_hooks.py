@@ -22,7 +22,10 @@ def forward_raw(original: Original, runner: Any, forward_batch: Any, *args: Any,
     if not isinstance(attention, TideAttention):
         return original(runner, forward_batch, *args, **kwargs)
     with attention.planned(forward_batch) as plan:
-        if isinstance(plan, HostBatch) and (graphs := narrow_graphs(runner, attention)) is not None:
+        graphs = narrow_graphs(runner, attention)
+        if graphs is not None and not graphs.is_prepared and forward_batch.forward_mode.is_decode():
+            graphs.prepare(forward_batch)
+        if isinstance(plan, HostBatch) and graphs is not None:
             logits = graphs.run(plan, forward_batch)
             if logits is not None:
                 return ModelRunnerOutput(logits_output=logits, can_run_graph=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -19,9 +20,15 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 
 from tidekv.attention.captured_steps import CapturedStep, DecodeGraphs, StepShape
-from tidekv.attention.page_tables import HostBatch
+from tidekv.attention.page_tables import HostBatch, HostNarrow
 from tidekv.errors import InvariantError
 from tidekv.sglang_plugin.attention import TideAttention
+from tidekv.streaming.schedule import build_schedule
+
+# Fewer than SGLang captures: a narrowed step may have either of several shapes for each, and a decode step takes the
+# same time for 17 requests as for 32. Tables of 64 pages are 4k tokens at the usual page size.
+SIZES = (8, 16, 32, 64, 128, 256)
+MIN_WIDTH = 64
 
 
 class NarrowGraphs:
@@ -30,8 +37,10 @@ class NarrowGraphs:
     def __init__(self, runner: Any, attention: TideAttention, *, capture: bool) -> None:
         self.runner, self.attention = runner, attention
         self.steps = DecodeGraphs(
-            self._forward, attention.tide_core, capture=capture, session=lambda: capture_session(runner)
-        )
+            self._forward, attention.tide_core, capture=capture, session=lambda: capture_session(runner),
+            sizes=SIZES, min_width=MIN_WIDTH, width_factor=4,
+        )  # fmt: skip
+        self.is_prepared = False
         self._live: Any = None  # SGLang's batch of the step at hand
         self._batches: dict[StepShape, Any] = {}  # SGLang's batches over the buffers of captured steps
 
@@ -49,6 +58,24 @@ class NarrowGraphs:
         finally:
             self._live = None
         return None if logits is None else LogitsProcessorOutput(next_token_logits=logits)
+
+    def prepare(self, forward_batch: Any) -> None:
+        """Capture what a server that reads windows will need, before it is needed: a capture takes as long as a dozen
+        steps. forward_batch: any decode step; what differs between steps is not taken from it."""
+        self.is_prepared = True
+        if self.attention.tide.window is None or self.why_not(forward_batch) is not None:
+            return
+        most = int(self.runner.max_running_requests)
+        self._live = forward_batch
+        try:
+            for size in [size for index, size in enumerate(SIZES) if index == 0 or SIZES[index - 1] < most]:
+                batch = nothing_but_old_pages(size, self.attention.tide.core.geometry.layer_num)
+                shape = self.steps.shape(batch)
+                if isinstance(shape, StepShape):
+                    ids = torch.zeros(size, dtype=torch.int64, device=forward_batch.input_ids.device)
+                    self.steps.make(shape, batch, ids, ids)
+        finally:
+            self._live = None
 
     def why_not(self, forward_batch: Any) -> str | None:
         """What of SGLang's batch lies in no buffer of a captured step."""
@@ -73,6 +100,16 @@ class NarrowGraphs:
             raise InvariantError(f"the model gave {type(out).__name__} without next-token logits for a decode step")
         logits: torch.Tensor = out.next_token_logits
         return logits
+
+
+def nothing_but_old_pages(size: int, layer_num: int) -> HostBatch:
+    """A decode step of `size` requests in the sink page that streams nothing, as those of windows."""
+    none, zeros = np.zeros(0, dtype=np.int64), np.zeros(size, dtype=np.int64)
+    pages, levels = np.zeros((size, 1), dtype=np.int64), np.zeros(size, dtype=np.int8)
+    resident = np.zeros((1, layer_num), dtype=np.int32)
+    schedule = build_schedule(resident, none, none, none, none, 1, 0)
+    narrow = HostNarrow(schedule, levels[:, None], (pages,), levels, zeros, True)
+    return HostBatch(zeros + 1, zeros + 1, pages, zeros, narrow, None)
 
 
 def static_batch(live: Any, step: CapturedStep) -> Any:
