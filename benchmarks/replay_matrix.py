@@ -23,7 +23,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.replay_tables import goals_markdown, tables_markdown
+from benchmarks.replay_tables import goals_markdown, load, tables_markdown
 from tidekv.replay.command import parse_capacities
 from tidekv.replay.report import run_figures
 from tidekv.replay.run import UNLIMITED, ReplayConfig, run_policy, whole_trace_pages
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write_tables(out: Path) -> None:
     """`tables.md` and `goals.md` of the runs that are there."""
-    found = [json.loads(path.read_text()) for path in sorted((out / "runs").glob("*.json"))]
+    found = load([out])
     (out / "tables.md").write_text(tables_markdown(found), encoding="utf-8")
     (out / "goals.md").write_text(goals_markdown(found), encoding="utf-8")
 

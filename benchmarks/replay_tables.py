@@ -1,8 +1,23 @@
-"""Tables of a replay matrix: the figures, and the goals with what was reached. Computes; runs nothing."""
+"""Tables of a replay matrix: the figures, the goals with what was reached, what the time went to. Runs nothing.
+
+    python -m benchmarks.replay_tables RESULTS [RESULTS ...] --into docs/replay.md
+
+fills the places of a document that look like this, from `RESULTS/runs/*.json`:
+
+    <!-- table: goals -->                                      the goals, a row a run of narrow
+    <!-- table: times azure_conv+arxiv llama-3.1-8b H200 0.50 -->    all runs of one mix, shape, machine and pool
+    <!-- table: costs -->                                      what a run's time went to
+    <!-- end -->                                               after each of them
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 Run = dict[str, Any]
@@ -25,6 +40,11 @@ def groups(runs: Iterable[Run]) -> dict[tuple[str, str], list[Run]]:
     return dict(sorted(found.items()))
 
 
+def load(folders: Sequence[Path]) -> list[Run]:
+    """All runs of these results."""
+    return [json.loads(path.read_text()) for folder in folders for path in sorted((folder / "runs").glob("*.json"))]
+
+
 def tables_markdown(runs: list[Run]) -> str:
     """One table a mix and shape, a row a run and class."""
     lines = [
@@ -39,30 +59,57 @@ def tables_markdown(runs: list[Run]) -> str:
             f"## {mix}, {model}: first {first['duration_s']:g} s, {first['requests']} requests",
             "",
         ]
-        lines += [
-            "| pool | policy | class | TTFT s 50 / 90 / 99 | TPOT ms 50 / 99 | gap s 99 | end to end s 50 / 99 | SLO | "
-            "longest wait s | tok/s | retr | recomputed | parked | in GB | streamed GB | link |",
-            "|" + "---|" * 16,
-        ]
-        for run in sorted(mine, key=lambda r: (-r["share"], label(r))):
-            pool = "unlimited" if run["policy"] == "unlimited" else f"{run['share']:.2f}: {run['capacity_tokens']:,}"
-            for name, c in run["classes"].items():
-                work = ["", "", "", "", "", "", ""]
-                if name == "high":
-                    work = [
-                        f"{run['throughput_tokens_per_s']:.0f}", str(run["retractions"]),
-                        f"{run['recomputed_tokens']:,}",
-                        str(run["parkings"]), f"{run['swapped_in_bytes'] / 1e9:.0f}",
-                        f"{run['streamed_bytes'] / 1e9:.0f}", f"{run['link_busy']:.0%}",
-                    ]  # fmt: skip
-                cells = [
-                    pool, label(run), name, _times(c["ttft_s"], "p50", "p90", "p99"),
-                    _times(c["tpot_s"], "p50", "p99", scale=1e3), _times(c["longest_gap_s"], "p99"),
-                    _times(c["e2e_s"], "p50", "p99"), f"{c['slo_attainment']:.1%}", f"{c['longest_wait_s']:.1f}", *work,
-                ]  # fmt: skip
-                lines.append("| " + " | ".join(cells) + " |")
+        lines += times_table(mine)
         lines.append("")
     return "\n".join(lines)
+
+
+def times_table(runs: list[Run]) -> list[str]:
+    """A row a run and class: latencies, and beside high priority's what the run as a whole did."""
+    lines = [
+        "| pool | policy | class | TTFT s 50 / 90 / 99 | TPOT ms 50 / 99 | gap s 99 | end to end s 50 / 99 | SLO | "
+        "longest wait s | tok/s | retr | recomputed | parked | in GB | streamed GB | link |",
+        "|" + "---|" * 16,
+    ]
+    for run in sorted(runs, key=lambda r: (-r["share"], label(r))):
+        pool = "unlimited" if run["policy"] == "unlimited" else f"{run['share']:.2f}: {run['capacity_tokens']:,}"
+        for name, c in run["classes"].items():
+            work = ["", "", "", "", "", "", ""]
+            if name == "high":
+                work = [
+                    f"{run['throughput_tokens_per_s']:.0f}", str(run["retractions"]), f"{run['recomputed_tokens']:,}",
+                    str(run["parkings"]), f"{run['swapped_in_bytes'] / 1e9:.0f}",
+                    f"{run['streamed_bytes'] / 1e9:.0f}", f"{run['link_busy']:.0%}",
+                ]  # fmt: skip
+            cells = [
+                pool, label(run), name, _times(c["ttft_s"], "p50", "p90", "p99"),
+                _times(c["tpot_s"], "p50", "p99", scale=1e3), _times(c["longest_gap_s"], "p99"),
+                _times(c["e2e_s"], "p50", "p99"), f"{c['slo_attainment']:.1%}", f"{c['longest_wait_s']:.1f}", *work,
+            ]  # fmt: skip
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def costs_table(runs: list[Run]) -> list[str]:
+    """What each run's time went to, in the terms of the cost model."""
+    lines = [
+        "| machine, model, mix, pool | policy | span s | computing s | moved between steps s | waited for link, "
+        "host s | idle s | in under steps GB | in in all GB | streamed GB | low TTFT P50 s |",
+        "|" + "---|" * 11,
+    ]
+    for run in sorted(runs, key=lambda r: (r["machine"], r["model"], r["mix"], r["share"], label(r))):
+        done = run.get("modelled")
+        if done is None:
+            continue
+        where = f"{run['machine']}, {run['model']}, {run['mix'].split('.')[0]}, {run['share']:.2f}"
+        cells = [
+            where, label(run), *(f"{v:.1f}" for v in (
+                run["span_s"], done["compute_s"], done["moves_s"], done["waits_s"], run["span_s"] - done["busy_s"],
+            )), *(f"{v / 1e9:.0f}" for v in (done["behind_bytes"], run["swapped_in_bytes"], run["streamed_bytes"])),
+            f"{run['classes']['low']['ttft_s']['p50']:.3g}",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def _times(values: dict[str, float | None], *names: str, scale: float = 1.0) -> str:
@@ -77,7 +124,14 @@ def goals_markdown(runs: list[Run]) -> str:
     lines = [
         "# Goals", "",
         "Ratios of narrow to what the goal names; lower is better, but for throughput. **Bold**: missed.", "",
-        "| model, mix, pool | reads | high TTFT P99 / unlimited (1.05) | high gap P99 / unlimited (1.05) | "
+    ]  # fmt: skip
+    return "\n".join([*lines, *goals_table(runs)]) + "\n"
+
+
+def goals_table(runs: list[Run]) -> list[str]:
+    """A row for each run of narrow beside which all alternatives were run."""
+    lines = [
+        "| machine, model, mix, pool | reads | high TTFT P99 / unlimited (1.05) | high gap P99 / unlimited (1.05) | "
         "low TTFT P50 / best (0.5) | low e2e P50 / best (exact 1.1, window 1.0) | low e2e P99 / best (likewise) | "
         "low e2e P50, P99 / unlimited (window 1.1) | retracted, recomputed (0) | throughput / best (1) |",
         "|" + "---|" * 10,
@@ -89,13 +143,17 @@ def goals_markdown(runs: list[Run]) -> str:
             others = [run for run in here if run["policy"] in ALTERNATIVES]
             for run in (run for run in here if run["policy"] == "narrow"):
                 if unlimited and len(others) == len(ALTERNATIVES):
-                    lines.append(_goal_row(f"{model}, {mix}, {share:.2f}", run, unlimited[0], others))
-    return "\n".join(lines) + "\n"
+                    where = f"{model}, {mix}, {share:.2f}"
+                    if run["duration_s"] != 300.0:
+                        where += f", {run['duration_s']:g} s"
+                    lines.append(_goal_row(where, run, unlimited[0], others))
+    return lines
 
 
 def _goal_row(where: str, run: Run, unlimited: Run, others: list[Run]) -> str:
     lossy = "LOSSY" in run["low_reads"]
     within = 1.0 if lossy else 1.1
+    reads = [f"{name} window, LOSSY" for name in ("high", "low") if "LOSSY" in run[f"{name}_reads"]]
 
     def best(figure: Callable[[Run], float]) -> float:
         return min(figure(other) for other in others)
@@ -112,7 +170,7 @@ def _goal_row(where: str, run: Run, unlimited: Run, others: list[Run]) -> str:
     redone = run["retractions"] + run["recomputed_tokens"]
     rate = run["throughput_tokens_per_s"] / max(other["throughput_tokens_per_s"] for other in others)
     cells = [
-        where, "window, LOSSY" if lossy else "exact", against(high_ttft, high_ttft(unlimited), 1.05),
+        where, "; ".join(reads) or "exact", against(high_ttft, high_ttft(unlimited), 1.05),
         against(high_gap, high_gap(unlimited), 1.05), against(ttft, best(ttft), 0.5),
         against(e2e_50, best(e2e_50), within),
         against(e2e_99, best(e2e_99), within), ", ".join(_mark(end, not lossy or end <= 1.1 + 5e-3) for end in ends),
@@ -124,3 +182,45 @@ def _goal_row(where: str, run: Run, unlimited: Run, others: list[Run]) -> str:
 def _mark(value: float, met: bool) -> str:
     text = f"{value:.2f}" if isinstance(value, float) else str(value)
     return text if met else f"**{text}**"
+
+
+# ---- into a document ------------------------------------------------------------------------------------------------
+
+PLACE = re.compile(r"(<!-- table: ([^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def fill(text: str, runs: list[Run]) -> str:
+    """The document with its tables made anew. ValueError names a place that no run fits, or no table is known for."""
+
+    def table(match: re.Match[str]) -> str:
+        kind, *words = match[2].split()
+        if kind == "goals":
+            lines = goals_table(runs)
+        elif kind == "costs":
+            lines = costs_table(runs)
+        elif kind == "times" and len(words) == 4:
+            mix, model, machine, share = words
+            fits = [r for r in runs if (r["mix"].split(".")[0], r["model"], r["machine"]) == (mix, model, machine)]
+            lines = times_table([r for r in fits if r["policy"] == "unlimited" or f"{r['share']:.2f}" == share])
+        else:
+            raise ValueError(f"no table {match[2]!r}: goals, costs, or times MIX MODEL MACHINE SHARE")
+        if len(lines) < 3:
+            raise ValueError(f"no run for the table {match[2]!r}")
+        return "\n".join([match[1], *lines, "", match[3]])
+
+    return PLACE.sub(table, text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.replay_tables", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("results", nargs="+", type=Path, help="folders that replay_matrix wrote")
+    parser.add_argument("--into", type=Path, required=True, help="document with places for tables")
+    args = parser.parse_args(argv)
+    args.into.write_text(fill(args.into.read_text(encoding="utf-8"), load(args.results)), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

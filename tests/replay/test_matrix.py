@@ -77,6 +77,28 @@ def test_goals_compare_with_the_best_of_the_others(matrix: Any) -> None:
     ]  # fmt: skip
 
 
+def test_a_documents_tables_are_made_from_the_runs(matrix: Any, tmp_path: Path) -> None:
+    tables = importlib.import_module("benchmarks.replay_tables")
+    mix = tmp_path / "made.jsonl"
+    rows = [{"t": 0.05 * i, "in": 900, "out": 9, "prio": "low" if i % 2 else "high"} for i in range(6)]
+    mix.write_text("\n".join(map(json.dumps, rows)))
+    assert matrix.main([str(mix), "--out", str(tmp_path), "--capacity", "1/2", "--duration", "9"]) == 0
+    page = tmp_path / "page.md"
+    page.write_text(
+        "one\n<!-- table: goals -->\nold\n<!-- end -->\ntwo\n"
+        "<!-- table: times made llama-3.1-8b H200 0.50 -->\n<!-- end -->\n<!-- table: costs -->\n<!-- end -->\nthree\n"
+    )
+    for _ in range(2):  # the second time finds its own tables
+        assert tables.main([str(tmp_path), "--into", str(page)]) == 0
+    text = page.read_text()
+    assert "old" not in text
+    assert all(text.count(word) == 1 for word in ("one\n", "\ntwo\n", "\nthree\n"))
+    assert text.count("| H200, llama-3.1-8b, made, 0.50, 9 s |") == 2  # exact and with a window
+    assert text.count("narrow, exact") == 3  # of high, of low, of the costs
+    with pytest.raises(ValueError, match="no run for the table 'times other"):
+        tables.fill("<!-- table: times other llama-3.1-8b H200 0.50 -->\n<!-- end -->", tables.load([tmp_path]))
+
+
 def test_capacities() -> None:
     assert parse_capacities("1/2, 0.25,120000") == [0.5, 0.25, 120000]
     with pytest.raises(ConfigError, match="'1/0'"):
