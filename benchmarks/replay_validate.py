@@ -3,6 +3,8 @@
     python -m benchmarks.replay_validate --out DIR                    on a machine with a GPU: 50 s a policy
     python -m benchmarks.replay_validate --out DIR --policies unlimited,narrow
     python -m benchmarks.replay_validate --out DIR --smoke            a tiny model on the CPU: tries the code
+    python -m benchmarks.replay_validate --out DIR --again            what DIR measured against the model as it is now:
+                                                                      DIR/again.md, on any machine
 
 Tables: `steps` (each kind of step: measured, and what the model says for just that load), `requests` (TTFT and TPOT of
 whole replays, medians over requests), `fit` (least squares over the measured steps: what the constants would have to
@@ -17,7 +19,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,13 +33,14 @@ from tidekv.engine.engine import Engine
 from tidekv.engine.model import LoadedModel, load_model
 from tidekv.engine.request import Request
 from tidekv.engine.runner import Launched, Runner
-from tidekv.replay.cost import CostModel, StepLoad, cost_model
+from tidekv.replay.cost import MODELS, CostModel, StepLoad, cost_model
 from tidekv.replay.executor import LoadCounter
 from tidekv.replay.run import UNLIMITED, Driver, ReplayConfig, build_engine, run_policy, whole_trace_pages
 from tidekv.replay.trace import TraceRequest
 
 GOAL = 0.15  # of the medians
 POLICIES = (UNLIMITED, "narrow", "swap")
+MAX_RUNNING = 128
 
 GPU = SimpleNamespace(
     model="random:llama-3.1-8b", requests=80, gap_s=0.12, short=(200, 1500), long=(2000, 4000), out=(60, 200), warm=2,
@@ -197,8 +200,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, make = arguments("replay_validate", 230.0, __doc__)
     parser.add_argument("--machine", default="H200-host", help="preset of the cost model")
     parser.add_argument("--policies", default=",".join(POLICIES), help=f"some of {', '.join(POLICIES)}, with commas")
+    parser.add_argument("--again", action="store_true", help="compare what --out measured with the model as it is now")
     args = parser.parse_args(argv)
     policies = args.policies.split(",")
+    if args.again:
+        (args.out / "again.md").write_text(again(args.out, ("H200", "H200-host")), encoding="utf-8")
+        return 0
     if unknown := [policy for policy in policies if policy not in POLICIES]:
         parser.error(f"--policies must be some of {', '.join(POLICIES)}, got {', '.join(unknown)}")
     report = make(args)
@@ -206,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = SMOKE if smoke else GPU
     trace = workload(sizes)
     whole = ReplayConfig(
-        executor="real", real_model=sizes.model, prefix_cache=False, max_running=128, machine=args.machine
+        executor="real", real_model=sizes.model, prefix_cache=False, max_running=MAX_RUNNING, machine=args.machine
     )
     loaded: list[LoadedModel] = []
     steps: list[MeasuredStep] = []
@@ -221,9 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         net = loaded[0]
         token_bytes = 2 * net.layer_num * net.num_kv_heads * net.head_dim * (2 if on_gpu() else 4)
         tokens = sum(r.prompt_tokens + r.output_tokens for r in trace)
-        pages = whole_trace_pages(trace, whole)
-        if policy != UNLIMITED:
-            pages //= 8  # a few of the longest: most requests meet pressure
+        pages = pool_pages(policy, trace)
         # Pinned memory is slow to get: no more than the whole trace could need.
         host = (tokens + 4096) * token_bytes
         config = ReplayConfig(**{**asdict(whole), "host_memory": host})
@@ -239,6 +244,62 @@ def main(argv: Sequence[str] | None = None) -> int:
         step_rows(report, steps, cost)
         fit_rows(report, steps)
     return report.finish()
+
+
+def again(folder: Path, machines: Sequence[str]) -> str:
+    """Markdown: what a run on a GPU measured, beside the model of today on each of these machines."""
+    measured = json.loads((folder / "replay_validate.json").read_text())
+    if measured["about"]["smoke"]:
+        raise ValueError(f"{folder}: a smoke run measures nothing")
+    lines = ["| policy, class | real TTFT, TPOT ms | " + " | ".join(f"`{name}`" for name in machines) + " |"]
+    lines.append("|" + "---|" * (2 + len(machines)))
+    rows = [row for row in measured["rows"] if row["table"] == "requests"]
+    real = {(row["policy"], row["cls"], row["quantity"]): row["real_ms"] / 1e3 for row in rows}
+    trace = workload(GPU)
+    said = {}
+    for name in machines:
+        for policy in dict.fromkeys(row["policy"] for row in rows):
+            requests = run_policy(policy, pool_pages(policy, trace), trace, gpu_config(trace, name)).requests
+            said[name, policy] = medians(requests)
+    for policy, cls in dict.fromkeys((row["policy"], row["cls"]) for row in rows):
+        ttft, tpot = (real[policy, cls, quantity] for quantity in ("ttft_s", "tpot_s"))
+        cells = [f"{policy}, {cls}", f"{ttft * 1e3:.1f}, {tpot * 1e3:.1f}"]
+        for name in machines:
+            found = said[name, policy][cls]
+            cells.append(f"{found['ttft_s'] / ttft - 1:+.0%}, {found['tpot_s'] / tpot - 1:+.0%}")
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "| kind of step | steps | real ms, median | " + " | ".join(f"`{name}`" for name in machines) + " |"]
+    lines.append("|" + "---|" * (3 + len(machines)))
+    names = [f.name for f in fields(StepLoad)]
+    steps = []
+    for row in json.loads((folder / "replay_steps.json").read_text()):
+        # Files of before say nothing of a narrow pool: it is known only of steps that read something of it.
+        row.setdefault("any_narrow", bool(row["streamed_bytes"] or row["behind_bytes"]))
+        load = StepLoad(**{name: row[name] for name in names})
+        steps.append(MeasuredStep(row["policy"], load, row["graphed"], row["seconds"]))
+    for kind in sorted({step.kind for step in steps}):
+        mine = [step for step in steps if step.kind == kind]
+        if len(mine) >= 5:
+            cells = [kind, str(len(mine)), f"{np.median([step.seconds for step in mine]) * 1e3:.1f}"]
+            for name in machines:
+                cost = cost_model(name, ReplayConfig().model)
+                ratios = [cost.step_s(step.load) / step.seconds - 1 for step in mine]
+                cells.append(f"{np.median(ratios):+.0%}")
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def pool_pages(policy: str, trace: Sequence[TraceRequest]) -> int:
+    """An eighth of the whole trace, a few of the longest: most requests meet pressure. All of it if unlimited."""
+    pages = whole_trace_pages(trace, ReplayConfig(max_running=MAX_RUNNING))
+    return pages if policy == UNLIMITED else pages // 8
+
+
+def gpu_config(trace: Sequence[TraceRequest], machine: str) -> ReplayConfig:
+    """Of the model's side of a run on a GPU."""
+    token_bytes = MODELS[ReplayConfig().model].token_bytes
+    host = (sum(r.prompt_tokens + r.output_tokens for r in trace) + 4096) * token_bytes
+    return ReplayConfig(prefix_cache=False, max_running=MAX_RUNNING, machine=machine, host_memory=host)
 
 
 def save_steps(path: Path, steps: Sequence[MeasuredStep]) -> None:
