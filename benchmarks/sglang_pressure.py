@@ -62,6 +62,9 @@ class Workload:
         return Workload(self.num_requests, self.prompt // SMOKE, self.output // SMOKE) if smoke else self
 
 
+# Untimed, before everything else: 80k tokens that share no prefix with those of the workloads, so that all kernels are
+# compiled, those of a pool that is full included.
+WARM_UP = Workload(40, 1984, 96)
 WORKLOADS = {"2k_in_512_out": Workload(64, 2048, 512), "512_in_1k_out": Workload(64, 512, 1024)}
 
 
@@ -89,6 +92,7 @@ def runs(group: str, overcommits: list[float], extra: dict[str, str], overlaps: 
             for overcommit, on in itertools.product(overcommits, overlaps):
                 tide = {"TIDEKV_OVERCOMMIT": str(overcommit), "TIDEKV_LOW_READS": reads}
                 tide |= {"TIDEKV_WINDOW_TOKENS": "512", "TIDEKV_OVERLAP": str(on)}
+                tide["TIDEKV_HOST_TOKENS"] = str(int(SMALL_POOL * overcommit))  # pinning more takes seconds a start
                 engine = small | {"disable_overlap_schedule": not on}
                 name = f"tidekv, 60k, {overcommit} x, {reads}" + (", overlap" if on else "")
                 out.append(Run(name, tide | extra, engine, tuple(WORKLOADS)))
@@ -123,9 +127,9 @@ class Timing:
         return (self.total - self.first) / max(1, len(self.tokens) - 1)
 
 
-def prompts(count: int, length: int, vocab: int) -> list[list[int]]:
+def prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
     """Token ids that share no prefix; the same for every engine."""
-    rng = random.Random(7)
+    rng = random.Random(seed)
     return [[rng.randrange(1000, vocab - 1000) for _ in range(length)] for _ in range(count)]
 
 
@@ -156,6 +160,10 @@ def child(run: Run, config: str, smoke: bool) -> None:
         common.pop("json_model_override_args", None)
     engine = sglang.Engine(**common)
     emit(run=run.name, phase="start", seconds=round(time.time() - begin, 1))
+    if "decode" not in run.phases:  # those warm up batch by batch
+        _, seconds = ask(engine, WARM_UP.scaled(smoke), HIGH, vocab, seed=11)
+        engine.flush_cache()
+        emit(run=run.name, phase="warm-up", seconds=round(seconds, 2))
     for phase in run.phases:
         if phase == "decode":
             decode(run, engine, smoke, vocab)
@@ -197,7 +205,7 @@ def retracted(timings: list[Timing]) -> dict[str, int]:
     return {"retractions": sum(counts), "requests_retracted": sum(count > 0 for count in counts)}
 
 
-def ask(engine: Any, workload: Workload, high: int | None, vocab: int) -> tuple[list[Timing], float]:
+def ask(engine: Any, workload: Workload, high: int | None, vocab: int, seed: int = 7) -> tuple[list[Timing], float]:
     """All requests at once; (timings in their order, seconds until the last ended)."""
     sampling = {"temperature": 0, "max_new_tokens": workload.output, "ignore_eos": True}
 
@@ -214,7 +222,7 @@ def ask(engine: Any, workload: Workload, high: int | None, vocab: int) -> tuple[
 
     async def every() -> list[Timing]:
         begin = time.monotonic()
-        texts = prompts(workload.num_requests, workload.prompt, vocab)
+        texts = prompts(workload.num_requests, workload.prompt, vocab, seed)
         return await asyncio.gather(*(one(i, ids, begin) for i, ids in enumerate(texts)))
 
     begin = time.monotonic()
@@ -236,6 +244,7 @@ def start(run: Run, config: str, seconds: float, smoke: bool) -> list[dict[str, 
         path = os.pathsep.join(part for part in (folder, kept.get("PYTHONPATH", "")) if part)
         switch = {} if run.tide is None else {"TIDEKV_SGLANG": "1", **run.tide}
         if smoke and run.tide is not None:  # a quantum, a turn and a window of 1/32 of the tokens, too
+            switch.pop("TIDEKV_HOST_TOKENS", None)
             switch |= {"TIDEKV_QUANTUM": "2", "TIDEKV_TURN_TOKENS": "8", "TIDEKV_WINDOW_TOKENS": "16"}
         line = [sys.executable, "-m", "benchmarks.sglang_pressure", "--config", config]
         line += ["--child", json.dumps(asdict(run)), *(["--smoke"] if smoke else [])]
@@ -255,7 +264,7 @@ def start(run: Run, config: str, seconds: float, smoke: bool) -> list[dict[str, 
     told = [text for text in lines if "tidekv " in text]
     for text in told[:2] + [text for text in told[2:] if "idle" in text or text in told[2:4] + told[-3:]]:
         print("   ", text[:230], file=sys.stderr, flush=True)
-    if late or process.returncode or len(results) < 1 + len(run.phases):
+    if late or process.returncode or results[-1:] == [] or results[-1]["phase"] != run.phases[-1]:
         print("\n".join(text[:400] for text in lines[-60:]), file=sys.stderr, flush=True)
         reason = f"not done in {seconds:.0f} s" if late else f"exit code {process.returncode}"
         results.append({"run": run.name, "phase": "failed", "reason": reason})
@@ -285,7 +294,7 @@ def report(results: list[dict[str, Any]]) -> str:
         if "answers" in result:
             reference = reference or result["answers"]
             shown["answers_changed"] = sum(a != b for a, b in zip(result["answers"], reference, strict=True))
-        if result["phase"] != "start":
+        if result["phase"] not in ("start", "warm-up"):
             text = "  ".join(f"{key} {value}" for key, value in shown.items())
             lines.append(f"{result['run']:32s} {result['phase']:16s} {text}")
     decode_ms = {(r["run"], r["batch"]): r["ms_a_step"] for r in results if r["phase"] == "decode"}

@@ -266,6 +266,23 @@ def test_an_abort_of_all_of_them() -> None:
     world.assert_clean()
 
 
+def test_who_ends_while_paused_keeps_nobody_out() -> None:
+    """With overlap scheduling the result of the step before comes after the pause."""
+    world = World()
+    reqs = [world.prefill(8, 40) for _ in range(8)]
+    while not world.paused.paused:
+        world.step()
+    for req in reqs:
+        if not req.finished():
+            world.finish(req)
+    newcomer = world.prefill(8, 4)
+    assert newcomer is not None
+    assert world.step() == [newcomer]
+    world.run()
+    world.paused.num_resumes = world.paused.num_pauses
+    world.assert_clean()
+
+
 def test_penalties_follow_their_requests() -> None:
     world = World()
     reqs = [world.prefill(8, 40, penalty=0.1 * (i + 1)) for i in range(8)]

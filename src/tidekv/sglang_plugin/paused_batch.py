@@ -95,8 +95,9 @@ class PausedRequests:
         ledger = self.allocator.core.ledger
         if any(ledger.level):  # what the ladder once took is not taken from new pages
             ledger.level[HIGH] = ledger.level[LOW] = 0
-        changed = self._forget()
-        if self._mixed and self.paused:
+        self._forget()
+        changed = self._mixed
+        if changed:
             self.join(batch)
             self._split(batch)
         if not changed and self._nothing_new(batch):
@@ -138,16 +139,16 @@ class PausedRequests:
         reqs = [*batch.reqs, *(self.batch.reqs if self.batch is not None else ())]
         return [req for req in reqs if not req.finished()]
 
-    def _forget(self) -> bool:
-        """Those that have ended or lost their row are not paused any more, nor are those that are about to end: SGLang
-        runs them once more and frees them. True if somebody is to run."""
+    def _forget(self) -> None:
+        """Those that have ended (a result was still on its way when they paused) or lost their row are not paused any
+        more, nor are those that are about to end: SGLang runs them once more and frees them."""
         ending = [req for req in self.paused if not req.finished() and req.to_finish is not None]
         gone = [req for req in self.paused if req.finished() or row_of(req) is None]
         for req in {*ending, *gone}:
             del self.paused[req]
         if ending or gone:
+            self._mixed = True
             self._count_away()
-        return bool(ending)
 
     def forget(self, reqs: Sequence[Any]) -> None:
         """These are prefilled, again perhaps: they run."""
@@ -206,6 +207,7 @@ class PausedRequests:
 
     def admits(self, need: int, high: bool, added: int, num_added: int) -> bool:
         """Whether a newcomer whose prompt takes `need` pages is prefilled now, beside `num_added` with `added`."""
+        self._forget()
         if not high and self.paused and not self.rules.paused_share:
             return False  # without a look at everybody: this is asked at every step while somebody waits
         reqs = [] if self.running is None else self._everybody(self.running)
