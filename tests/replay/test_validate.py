@@ -50,3 +50,26 @@ def test_errors_are_of_the_model_against_the_measured(tmp_path: Path, replay_val
     (row,) = report.data["rows"]
     assert row["error"] == pytest.approx(-0.5, abs=1e-3)
     assert not row["within_goal"]
+
+
+def test_a_measurement_is_compared_again_without_the_machine(
+    tmp_path: Path, replay_validate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay_validate, "GPU", replay_validate.SMOKE)  # a workload of a few seconds
+    cost, host = (cost_model(name, "llama-3.1-8b") for name in ("H200", "H200-host"))
+    loads = [StepLoad(8, 8000 + i, streamed_bytes=1_000_000, any_narrow=True) for i in range(5)]
+    steps = [replay_validate.MeasuredStep("narrow", load, True, host.step_s(load)) for load in loads]
+    replay_validate.save_steps(tmp_path / "replay_steps.json", steps)
+    rows = [
+        {"table": "requests", "policy": "narrow", "cls": "high", "quantity": name, "real_ms": 1e6}
+        for name in ("ttft_s", "tpot_s")
+    ]
+    (tmp_path / "replay_validate.json").write_text(json.dumps({"about": {"smoke": False}, "rows": rows}))
+    assert replay_validate.main(["--again", "--out", str(tmp_path)]) == 0
+    lines = (tmp_path / "again.md").read_text().splitlines()
+    assert lines[2] == "| narrow, high | 1000000.0, 1000000.0 | -100%, -100% | -100%, -100% |"
+    off = cost.step_s(loads[2]) / host.step_s(loads[2]) - 1
+    assert lines[-1] == f"| decode, streaming | 5 | {host.step_s(loads[2]) * 1e3:.1f} | {off:+.0%} | +0% |"
+    (tmp_path / "replay_validate.json").write_text(json.dumps({"about": {"smoke": True}, "rows": rows}))
+    with pytest.raises(ValueError, match="smoke"):
+        replay_validate.main(["--again", "--out", str(tmp_path)])
