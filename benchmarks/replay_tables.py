@@ -103,7 +103,7 @@ def costs_table(runs: list[Run]) -> list[str]:
             continue
         where = f"{run['machine']}, {run['model']}, {run['mix'].split('.')[0]}, {run['share']:.2f}"
         cells = [
-            where, label(run), *(f"{v:.1f}" for v in (
+            where, label(run), *(f"{max(0.0, v):.1f}" for v in (
                 run["span_s"], done["compute_s"], done["moves_s"], done["waits_s"], run["span_s"] - done["busy_s"],
             )), *(f"{v / 1e9:.0f}" for v in (done["behind_bytes"], run["swapped_in_bytes"], run["streamed_bytes"])),
             f"{run['classes']['low']['ttft_s']['p50']:.3g}",
