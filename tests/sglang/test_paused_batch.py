@@ -283,6 +283,27 @@ def test_who_ends_while_paused_keeps_nobody_out() -> None:
     world.assert_clean()
 
 
+def test_high_requests_that_the_ladder_took_are_widened_first() -> None:
+    world = World()
+    highs, lows = [world.prefill(20, 40, HIGH) for _ in range(2)], [world.prefill(20, 40) for _ in range(2)]
+    world.step()
+    ledger = world.tide.core.ledger
+    (pages,) = world.paused.pages_of(highs[:1])
+    world.tide.core.narrow_slots(world.tide.pages.slots_of(pages), ledger.ladder[-1])
+    taken = world.tide.core.ledger.num_free_pages  # as if the ladder had found no other way
+    filler = world.tide.core.alloc((taken - 1) * PAGE_SIZE, True)
+    assert filler is not None
+    world.tide.core.ledger.promote(filler[0].numpy() // PAGE_SIZE)
+    assert world.tide.core.ledger.num_narrow[1] > 0
+    ran = world.step()
+    assert world.tide.core.ledger.num_narrow[1] == 0
+    assert set(highs) <= set(ran)
+    assert not set(lows) <= set(ran), "a low request pauses for them"
+    world.tide.core.free(filler[0])
+    world.run()
+    world.assert_clean()
+
+
 def test_penalties_follow_their_requests() -> None:
     world = World()
     reqs = [world.prefill(8, 40, penalty=0.1 * (i + 1)) for i in range(8)]

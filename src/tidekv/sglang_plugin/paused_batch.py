@@ -48,6 +48,7 @@ class PausedRequests:
         self.num_pauses = self.num_resumes = self.num_steps = 0
         self._next_order = 0
         self._joined_at = 0
+        self._owed = 0  # narrow pages of running high requests
         self._mixed = False  # some paused ones may be in the running batch
         self._seen = ((0, 0), 0)  # requests that ran and paused, and free pages, at the step before
 
@@ -100,8 +101,9 @@ class PausedRequests:
         if changed:
             self.join(batch)
             self._split(batch)
-        if not changed and self._nothing_new(batch):
+        if not changed and not ledger.num_narrow[HIGH] and self._nothing_new(batch):
             return
+        self._count_owed(batch)
         for _ in range(8):  # shared pages give up less than they seem to: look again
             reqs = self._everybody(batch)
             members = [self._member(req) for req in reqs]
@@ -119,6 +121,16 @@ class PausedRequests:
         if changed:
             self.join(batch)
             self._split(batch)
+        if self._owed:
+            self.widen_running(batch)
+
+    def _count_owed(self, batch: Any) -> None:
+        """Pages of high requests that the ladder took: low ones pause for them, and do not come back before."""
+        ledger, self._owed = self.allocator.core.ledger, 0
+        if ledger.num_narrow[HIGH]:
+            pages = self.pages_of([req for req in batch.reqs if self.is_high(req) and not req.finished()])
+            slots = self.allocator.pages.slots_of(np.unique(np.concatenate([NO_SLOTS, *pages])))
+            self._owed = int((ledger.levels_of(slots) > 0).sum())
 
     def _nothing_new(self, batch: Any) -> bool:
         """The step fits, and nobody can go on who could not at the last look. Costs no loop over the requests."""
@@ -186,7 +198,7 @@ class PausedRequests:
         allocator.collect_freed()
         # The first narrowing opens a staging page.
         reserve = 0 if allocator.core.ledger.any_narrow else 1
-        return allocator.core.ledger.num_free_pages + allocator.evictable_pages() - reserve
+        return allocator.core.ledger.num_free_pages + allocator.evictable_pages() - reserve - self._owed
 
     # ---- prefill -------------------------------------------------------------------------------------------------
 
@@ -282,7 +294,8 @@ class PausedRequests:
             return 0
         reqs = [req for req in batch.reqs if not req.finished() and req not in self.paused]
         ledger.level[HIGH] = ledger.level[LOW] = 0
-        spare = self._free() - self.rules.margin(len(reqs))
+        opens = sum(committed_len(req) % self.rules.page_size == 0 for req in reqs)
+        spare = self._free() + self._owed - max(opens, 0 if self._owed else self.rules.margin(len(reqs)))
         widened = 0
         for req in sorted(reqs, key=lambda req: self._member(req).rank(self.rules.turn)):
             (pages,) = self.pages_of([req])
@@ -293,6 +306,7 @@ class PausedRequests:
             widened += self.widen(narrow) if len(narrow) else 0
         if widened:
             self._count_away()
+            self._count_owed(batch)
         return widened
 
     def _count_away(self) -> None:
