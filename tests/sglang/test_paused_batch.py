@@ -26,6 +26,7 @@ from tidekv.sglang_plugin.allocator import BatchView, TideAllocator, TideCore
 from tidekv.sglang_plugin.capacity import plan_capacity
 from tidekv.sglang_plugin.paused_batch import PausedRequests, committed_len, row_of
 from tidekv.sglang_plugin.pausing import Rules
+from tidekv.sglang_plugin.window import Window
 
 LAYERS, PAGES, PAGE_SIZE, VOCAB, HIGH = 8, 40, 4, 50, 10
 
@@ -48,7 +49,7 @@ class World:
         self.running: Any = None
         self.done: list[Any] = []
         self.next_value = 1.0
-        self.ran_narrow = 0  # steps that read a page which is not full width
+        self.ran_narrow = 0  # times that a page was read in every layer and was not full width
 
     def announce(self, reqs: list[Any]) -> None:
         self.tide.batch = BatchView(tuple(r.priority >= HIGH for r in reqs), reqs, lambda: 0, lambda tokens: None)
@@ -127,8 +128,9 @@ class World:
         lens = np.array([committed_len(req) for req in ran])
         assert batch.seq_lens.tolist() == lens.tolist(), "tensors follow their requests"
         assert batch.sampling_info.temperatures[:, 0].tolist() == [row_of(req) for req in ran]
-        for pages in self.paused.pages_of(ran):
-            slots = self.tide.pages.slots_of(pages)
+        for req, pages in zip(ran, self.paused.pages_of(ran), strict=True):
+            seen, _ = self.paused.parts(req, pages)
+            slots = self.tide.pages.slots_of(seen)
             self.ran_narrow += bool((self.tide.core.ledger.levels_of(slots) > 0).any())
         last = self.rows[[row_of(req) for req in ran], lens - 1]
         opens = (lens % PAGE_SIZE == 0).astype(np.int64)
@@ -197,6 +199,30 @@ def test_pressure_pauses_and_everybody_ends_at_full_width() -> None:
     assert world.ran_narrow == 0
     assert all(req.priority == HIGH for req in world.done[:2]), "high requests are never paused"
     assert world.tide.core.num_halvings
+
+
+def test_old_pages_of_windows_narrow_before_anybody_pauses_and_stay_narrow() -> None:
+    world = World()
+    window = world.tide.window = Window(8, PAGE_SIZE)
+
+    def old_pages() -> np.ndarray:
+        found = [np.empty(0, dtype=np.int64)]
+        reqs = [] if world.running is None else [r for r in world.running.reqs if not r.finished()]
+        for req, pages in zip(reqs, world.paused.pages_of(reqs), strict=True):
+            found.append(world.paused.parts(req, pages)[1])
+        return np.concatenate(found)
+
+    world.tide.old_pages = old_pages
+    reqs = [world.prefill(32, 60, HIGH if i == 0 else 0) for i in range(4)]  # 4 * 23 pages for 40
+    assert all(reqs), "a low newcomer is measured by what its neighbours' old pages would free"
+    while not world.paused.paused:
+        world.step()
+        assert world.tide.num_window_pages or not world.paused.paused
+    world.run()
+    assert world.ran_narrow == 0
+    assert len(world.done) == 4
+    assert window.level(world.tide.core.ledger) == 2
+    world.assert_clean()
 
 
 def test_without_pressure_nothing_happens() -> None:

@@ -249,13 +249,13 @@ class PausedRequests:
         leaving = set(chosen)
         others = [req for req in everybody if req not in leaving and req not in self.paused]
         theirs = np.unique(np.concatenate([NO_SLOTS, *self.pages_of(others)]))
-        mine = [pages[~np.isin(pages, theirs)] for pages in self.pages_of(chosen)]
-        allocator, ledger = self.allocator, self.allocator.core.ledger
-        slots = allocator.pages.slots_of(np.unique(np.concatenate([NO_SLOTS, *mine])))
-        slots = slots[(slots > 0) & (ledger.levels_of(slots) == 0)]
-        slots = slots[ledger.page_code[slots] == LOW]  # a full-width slot has the id of its page
-        width = ledger.ladder[-1]
-        narrowed = allocator.core.narrow_slots(slots, width) if len(slots) else 0
+        parts = [self.parts(req, pages) for req, pages in zip(chosen, self.pages_of(chosen), strict=True)]
+        mine = [seen[~np.isin(seen, theirs)] for seen, _ in parts]
+        ledger, window = self.allocator.core.ledger, self.allocator.window
+        narrowed = self._narrow(mine, ledger.ladder[-1])
+        if window is not None:
+            old = [pages[~np.isin(pages, theirs)] for _, pages in parts]
+            self.allocator.num_window_pages += self._narrow(old, ledger.ladder[window.level(ledger)])
         for req, pages in zip(chosen, mine, strict=True):
             if not narrowed:
                 req.tidekv_refused = self.num_steps + REFUSED
@@ -263,6 +263,21 @@ class PausedRequests:
             self.paused[req] = Paused(pages, 0)
             self.num_pauses += 1
         self._count_away()
+
+    def _narrow(self, pages: Sequence[IntArray], width: int) -> int:
+        """Cut those of these virtual pages that are full width and of low priority, in one repack; how many."""
+        ledger = self.allocator.core.ledger
+        slots = self.allocator.pages.slots_of(np.unique(np.concatenate([NO_SLOTS, *pages])))
+        slots = slots[(slots > 0) & (ledger.levels_of(slots) == 0)]
+        slots = slots[ledger.page_code[slots] == LOW]  # a full-width slot has the id of its page
+        return int(self.allocator.core.narrow_slots(slots, width)) if len(slots) else 0
+
+    def parts(self, req: Any, pages: IntArray) -> tuple[IntArray, IntArray]:
+        """Its pages that are read in every layer, and those that its window, if it has one, does not reach."""
+        if self.allocator.window is None or self.is_high(req):
+            return pages, NO_SLOTS
+        end = int(self.allocator.window.old_pages(np.array([committed_len(req)]))[0])
+        return np.concatenate([pages[:1], pages[end:]]), pages[1:end]
 
     def _resume(self, chosen: Sequence[Any]) -> None:
         """They get their pages back, as many as there are, and decode from now on."""
@@ -298,10 +313,7 @@ class PausedRequests:
         spare = self._free() + self._owed - max(opens, 0 if self._owed else self.rules.margin(len(reqs)))
         widened = 0
         for req in sorted(reqs, key=lambda req: self._member(req).rank(self.rules.turn)):
-            (pages,) = self.pages_of([req])
-            if self.allocator.window is not None and not self.is_high(req):
-                end = int(self.allocator.window.old_pages(np.array([committed_len(req)]))[0])
-                pages = np.concatenate([pages[:1], pages[end:]])
+            pages, _ = self.parts(req, self.pages_of([req])[0])
             narrow = pages[ledger.levels_of(self.allocator.pages.slots_of(pages)) > 0][: max(0, spare - widened)]
             widened += self.widen(narrow) if len(narrow) else 0
         if widened:
