@@ -85,5 +85,5 @@ def fill_rows_(
     if not use_triton(fill_rows_kernel, backend, {"out": out, "indptr": indptr, "first_locs": first_locs}):
         return fill_rows_ref_(out, indptr, first_locs, page_size)
     grid = (indptr.numel() - 1, cdiv(max_len, _BLOCK))
-    _fill_rows(grid, (out, indptr, first_locs), (num_requests, num_columns), (page_size, _BLOCK), 4)
+    _fill_rows(out, grid, (out, indptr, first_locs), (num_requests, num_columns), (page_size, _BLOCK), 4)
     return out
