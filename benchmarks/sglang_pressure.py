@@ -19,6 +19,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -33,6 +34,10 @@ SMALL_POOL = 60_000  # tokens; the workloads need 164k and 98k
 HIGH, LOW = 10, 0
 SMOKE = 32
 START_SECONDS = 240  # 75 s the first time on an H200, then 40 s
+COUNTS = ("decode_steps", "pauses", "resumes", "gb_to_host", "gb_from_host")
+IDLE = re.compile(
+    r"tidekv idle\. #decode-step: (\d+), #pause: (\d+), #resume: (\d+), to host: (\S+) GB, from host: (\S+) GB"
+)
 DIST_INFO = {
     "METADATA": "Metadata-Version: 2.1\nName: tidekv\nVersion: 0.1.0\n",
     "entry_points.txt": "[sglang.srt.plugins]\ntidekv = tidekv.sglang_plugin.plugin:register\n",
@@ -261,6 +266,10 @@ def start(run: Run, config: str, seconds: float, smoke: bool) -> list[dict[str, 
                 os.killpg(process.pid, signal.SIGKILL)  # the engine's own processes, too
         lines = log.read_text().splitlines()
     results = [json.loads(text.removeprefix("RESULT ")) for text in lines if text.startswith("RESULT ")]
+    # What tidekv counted in each busy time: the warm-up's comes first.
+    busy = [match.groups() for match in map(IDLE.search, lines) if match and match[1] != "0"]
+    for result, counts in zip((r for r in results if r["phase"] in WORKLOADS), busy[1:], strict=False):
+        result |= dict(zip(COUNTS, map(float, counts), strict=True))
     told = [text for text in lines if "tidekv " in text]
     for text in told[:2] + [text for text in told[2:] if "idle" in text or text in told[2:4] + told[-3:]]:
         print("   ", text[:230], file=sys.stderr, flush=True)

@@ -78,9 +78,9 @@ ROOM = Room(pages=937, free=100, pausable=0, paused=0, num_running=10, num_pause
 @pytest.mark.parametrize(
     ("need", "is_high", "room", "expected"),
     [
-        (95, False, ROOM, False),  # 6 pages of margin for 11 requests
-        (94, False, ROOM, True),
-        (94, False, replace(ROOM, added=1, num_added=1), False),
+        (99, False, ROOM, False),  # 2 pages of margin for 11 requests
+        (98, False, ROOM, True),
+        (98, False, replace(ROOM, added=1, num_added=1), False),
         (10, False, replace(ROOM, num_paused=1, paused=3), False),  # those that wait with KV come first
         (100, True, ROOM, True),
         (101, True, ROOM, False),

@@ -44,9 +44,10 @@ class Rules:
         if self.slots_a_page < 2:
             raise ConfigError(f"pausing needs a narrower width: slots_a_page must be >= 2, got {self.slots_a_page}")
 
-    def margin(self, num_running: int) -> int:
-        """Pages that so many requests open in a quantum."""
-        return -(-num_running * self.quantum // self.page_size)
+    def margin(self, num_running: int, newcomers: bool = False) -> int:
+        """Pages that so many requests open in a quantum; in a quarter of one for newcomers, who have nothing to lose
+        yet: those who wait in the queue use no memory, and a pool with more of it in use decodes more at a time."""
+        return -(-num_running * max(1, self.quantum // (4 if newcomers else 1)) // self.page_size)
 
     def held(self, pages: int) -> int:
         """Pages that so many pages take at minimum width."""
@@ -181,7 +182,7 @@ def admits(need: int, high: bool, room: Room, rules: Rules) -> bool:
     gives = room.pausable - rules.held(room.pausable)
     if high:
         return need <= free + gives
-    margin = rules.margin(room.num_running + room.num_added + 1)
+    margin = rules.margin(room.num_running + room.num_added + 1, newcomers=True)
     if not room.num_paused and need + margin <= free + room.yielding:
         return True
     paused = room.paused + rules.held(need)
