@@ -53,8 +53,8 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its file, without a suffix."""
-        mix = self.mix.name.split(".")[0]
+        """Of its file, without a suffix, and of letters that every file transfer takes."""
+        mix = self.mix.name.split(".")[0].replace("+", "-")
         reads = (
             "" if (self.high_reads, self.low_reads) == ("exact", "exact") else f"-{self.high_reads}-{self.low_reads}"
         )

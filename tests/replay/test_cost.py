@@ -97,5 +97,7 @@ def test_policy_formulas_by_hand() -> None:
     assert not policy.may_owe(rates, 0.05, 1, 10_000_000_000)
     assert policy.narrow_step_bytes(rates) == 0
     assert policy.narrow_step_bytes(policy.StepRates(link_rate=50e9, narrow_step_s=0.006)) == 300_000_000
+    assert policy.narrowing_pays(policy.StepRates(base_s=5e-3, serial_step_s=0.25e-3), 0.05)
+    assert not policy.narrowing_pays(policy.StepRates(base_s=5e-3, serial_step_s=0.26e-3), 0.05)
     with pytest.raises(ConfigError, match="link_rate"):
         policy.StepRates(link_rate=0.0)

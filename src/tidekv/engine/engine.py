@@ -28,7 +28,7 @@ from tidekv.engine.request import Request, RequestOutput, RequestState
 from tidekv.engine.runner import Launched, Runner
 from tidekv.engine.sampling import SamplingParams
 from tidekv.engine.scheduler import PRESSURES, Pressure, Scheduler
-from tidekv.engine.streaming_policy import StepRates
+from tidekv.engine.streaming_policy import StepRates, narrowing_pays
 from tidekv.errors import ConfigError
 from tidekv.geometry import KVGeometry
 from tidekv.memory.device_pool import DeviceKVPool
@@ -74,7 +74,9 @@ class EngineConfig:
     overlap          plan a decode step while the GPU still computes the one before; None: on CUDA
     write_through    low-priority KV goes to the host as it is produced
     rates            what steps and the link cost; the same on every rank. With them "narrow" is scheduled by a budget
-                     of streaming (`NarrowScheduler`); None: the ladder alone, narrowed requests take turns by staging
+                     of streaming (`NarrowScheduler`); None: the ladder alone, narrowed requests take turns by staging.
+                     If they say that steps get longer by more than `high_share` only because something is narrow,
+                     nothing narrows: requests move to the host whole, as under "swap" (`narrows`)
     high_share       how much longer a step of high priority may take so that others get width back
     high_reads,      "exact"; or "window", LOSSY: the class reads its first page and its last `window_tokens` in every
     low_reads        layer, and what is older only in the layers that are resident (`read_modes`)
@@ -123,6 +125,11 @@ class EngineConfig:
                 f"high_reads={self.high_reads!r}, low_reads={self.low_reads!r}: a lossy mode is scheduled by cost; "
                 "it needs pressure='narrow' and rates"
             )
+
+    @property
+    def narrows(self) -> bool:
+        """Pages may give up layers: `pressure` says so, and the rates do not speak against it."""
+        return self.pressure == "narrow" and (self.rates is None or narrowing_pays(self.rates, self.high_share))
 
     @property
     def read_modes(self) -> ReadModes:
@@ -197,7 +204,7 @@ class Engine:
             high_reserved_pages=config.high_reserved_pages,
             dynamic_max_pages=config.dynamic_max_pages,
             # The other policies never narrow: a ladder of one width has nothing to give up.
-            min_slot_width=config.min_slot_width if config.pressure == "narrow" else self.geometry.layer_num,
+            min_slot_width=config.min_slot_width if config.narrows else self.geometry.layer_num,
             write_through=config.write_through and config.pressure == "narrow",
         )
         self.prefix_cache = PrefixCache(config.page_size) if config.prefix_cache else None
@@ -220,8 +227,9 @@ class Engine:
 
     def _scheduler(self) -> Scheduler:
         config, memory = self.config, self.memory
-        if config.pressure != "narrow" or config.rates is None:
-            return Scheduler(memory, config.pressure, config.prefill_chunk, config.max_running)
+        if not config.narrows or config.rates is None:
+            pressure: Pressure = "swap" if config.pressure == "narrow" and not config.narrows else config.pressure
+            return Scheduler(memory, pressure, config.prefill_chunk, config.max_running)
         return NarrowScheduler(
             memory,
             config.prefill_chunk,
@@ -404,6 +412,7 @@ class Engine:
         allocator, moves, ledger = self.allocator, self.allocator.repacker.counters, self.allocator.ledger
         return {
             "pressure": self.config.pressure,
+            "narrows": self.config.narrows,
             "high_reads": self.config.read_modes.high.label,
             "low_reads": self.config.read_modes.low.label,
             "attention": self.backend.name,

@@ -16,6 +16,9 @@ A narrowed slot costs its non-resident bytes over the link at **every** step tha
     may owe         = backlog + own <= saved               else a prompt that would open narrow waits
     paused pages    <= PAUSED_SHARE of the pool            likewise
     restore pays if   bring_in_bytes < steps_left * streamed_bytes_a_step
+    narrowing pays if serial_step_s <= share * base_s      every step, high priority's too, takes `serial_step_s` longer
+                                                           while anything is narrow; else requests move whole, as in
+                                                           swapping
 
 Example, H200 and Llama-3.1-8B (131,072 bytes a token, 55 GB/s): a low request of 4,096 tokens at 2 of 32 layers streams
 503 MB at every step, 9.2 ms of the link, while its step takes 6 ms; widening it takes the same 9.2 ms once. A prefill
@@ -52,6 +55,7 @@ class StepRates:
     context_s: float = 3.1e-8
     prompt_s: float = 2.4e-5
     narrow_step_s: float = 0.0  # a step that streams takes so much longer, whatever it streams: the host's part
+    serial_step_s: float = 0.0  # any step takes so much longer while anything is narrow: it is not launched ahead
 
     def __post_init__(self) -> None:
         for name in ("link_rate", "base_s"):
@@ -72,6 +76,11 @@ def step_s(rates: StepRates, batch: int, context_tokens: int, prompt_tokens: int
 def stream_budget_bytes(rates: StepRates, seconds: float) -> int:
     """Bytes that a step of this length hides."""
     return int(rates.link_rate * seconds * STREAM_SHARE)
+
+
+def narrowing_pays(rates: StepRates, high_share: float) -> bool:
+    """Steps of high priority are not lengthened by more than the stated share only because something is narrow."""
+    return rates.serial_step_s <= high_share * rates.base_s
 
 
 def narrow_step_bytes(rates: StepRates) -> int:

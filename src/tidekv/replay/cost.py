@@ -219,6 +219,7 @@ class CostModel:
             context_s=self.shape.token_bytes / self.device_rate,
             prompt_s=self.prefill_s(1, 0),
             narrow_step_s=self.machine.narrow_step_s,
+            serial_step_s=self.machine.serial_step_s,
         )
 
 
