@@ -2,7 +2,8 @@
 
     python -m benchmarks.replay_tables RESULTS [RESULTS ...] --into docs/replay.md
 
-fills the places of a document that look like this, from `RESULTS/runs/*.json`:
+fills the places of a document that look like this, from `RESULTS/goals.md` and `tables.md`, and the costs from
+`RESULTS/runs/*.json`. What a later folder has too comes from there.
 
     <!-- table: goals -->                                      the goals, a row a run of narrow
     <!-- table: times azure_conv+arxiv llama-3.1-8b H200 0.50 -->    all runs of one mix, shape, machine and pool
@@ -189,19 +190,17 @@ def _mark(value: float, met: bool) -> str:
 PLACE = re.compile(r"(<!-- table: ([^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def fill(text: str, runs: list[Run]) -> str:
+def fill(text: str, folders: Sequence[Path]) -> str:
     """The document with its tables made anew. ValueError names a place that no run fits, or no table is known for."""
 
     def table(match: re.Match[str]) -> str:
         kind, *words = match[2].split()
         if kind == "goals":
-            lines = goals_table(runs)
+            lines = goals_of(folders)
         elif kind == "costs":
-            lines = costs_table(runs)
+            lines = costs_table(load(folders))
         elif kind == "times" and len(words) == 4:
-            mix, model, machine, share = words
-            fits = [r for r in runs if (r["mix"].split(".")[0], r["model"], r["machine"]) == (mix, model, machine)]
-            lines = times_table([r for r in fits if r["policy"] == "unlimited" or f"{r['share']:.2f}" == share])
+            lines = times_of(folders, *words)
         else:
             raise ValueError(f"no table {match[2]!r}: goals, costs, or times MIX MODEL MACHINE SHARE")
         if len(lines) < 3:
@@ -211,6 +210,30 @@ def fill(text: str, runs: list[Run]) -> str:
     return PLACE.sub(table, text)
 
 
+def goals_of(folders: Sequence[Path]) -> list[str]:
+    """The rows of their `goals.md`, one for each run."""
+    head: list[str] = []
+    rows: dict[tuple[str, ...], str] = {}
+    for folder in folders:
+        lines = [line for line in (folder / "goals.md").read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
+        head = lines[:2]
+        rows.update({tuple(line.split("|")[1:3]): line for line in lines[2:]})
+    return [*head, *(rows[key] for key in sorted(rows))]
+
+
+def times_of(folders: Sequence[Path], mix: str, model: str, machine: str, share: str) -> list[str]:
+    """The rows of one mix, shape, machine and pool in the last of their `tables.md` that has them."""
+    found: list[str] = []
+    for folder in folders:
+        text = (folder / "tables.md").read_text(encoding="utf-8")
+        for section in text.split("\n## ")[1:]:
+            if section.startswith(f"{mix}, {machine}, {model}: "):
+                lines = [line for line in section.splitlines() if line[:1] == "|"]
+                mine = [line for line in lines[2:] if line.startswith(("| unlimited |", f"| {share}: "))]
+                found = [*lines[:2], *mine] if any(line.startswith(f"| {share}: ") for line in mine) else found
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.replay_tables", description=(__doc__ or "").split("\n")[0]
@@ -218,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("results", nargs="+", type=Path, help="folders that replay_matrix wrote")
     parser.add_argument("--into", type=Path, required=True, help="document with places for tables")
     args = parser.parse_args(argv)
-    args.into.write_text(fill(args.into.read_text(encoding="utf-8"), load(args.results)), encoding="utf-8")
+    args.into.write_text(fill(args.into.read_text(encoding="utf-8"), args.results), encoding="utf-8")
     return 0
 
 

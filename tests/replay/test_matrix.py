@@ -96,7 +96,7 @@ def test_a_documents_tables_are_made_from_the_runs(matrix: Any, tmp_path: Path) 
     assert text.count("| H200, llama-3.1-8b, made, 0.50, 9 s |") == 2  # exact and with a window
     assert text.count("narrow, exact") == 3  # of high, of low, of the costs
     with pytest.raises(ValueError, match="no run for the table 'times other"):
-        tables.fill("<!-- table: times other llama-3.1-8b H200 0.50 -->\n<!-- end -->", tables.load([tmp_path]))
+        tables.fill("<!-- table: times other llama-3.1-8b H200 0.50 -->\n<!-- end -->", [tmp_path])
 
 
 def test_capacities() -> None:
