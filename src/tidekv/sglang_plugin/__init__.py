@@ -11,9 +11,13 @@
     virtual_pages.py  virtual page id -> slot: the one table that a repack rewrites
     capacity.py       how many virtual pages so many physical ones can carry
     window.py         which pages a lossy window does not see
+    pausing.py        who decodes and who pauses: pure functions of counts
+    paused_batch.py   paused requests inside SGLang's scheduler: out of the running batch, narrow, and back
+    page_mirror.py    which virtual pages each row names, on the host
     pool.py           SGLang's per-layer buffers as views of the core's flat tensors
     batch_plan.py     from SGLang's forward batch to the core's packed batch
     attention.py      SGLang's attention backends, with the core's attention where a batch is narrowed
+    graphs.py         narrowed decode steps replayed; forward_hooks.py: where a forward is planned
     metrics.py        tidekv:... beside sglang:..., and the log lines
 
 Importing this package imports nothing of SGLang; modules that do are imported by `plugin.install`.

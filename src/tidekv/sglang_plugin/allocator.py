@@ -263,18 +263,16 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         so that what it writes has to be staged; or may do so, where that is not known on the host."""
         if not self.reads_narrow:
             return False
-        batch, page_size = self.batch, int(self.page_size)
+        batch, mirror, page_size = self.batch, self.mirror, int(self.page_size)
         goes_on = lens % page_size != 0
-        if any(self.core.ledger.level) or (goes_on.any() and (self.mirror is None or batch is None)):
+        if any(self.core.ledger.level):
             return True
         if not goes_on.any():
             return False
-        assert self.mirror is not None
-        assert batch is not None
-        if len(batch.reqs) != len(lens):
+        if mirror is None or batch is None or len(batch.reqs) != len(lens):
             return True
         counts = -(-lens // page_size)
-        last = self.mirror.ids_of(batch.reqs, counts)[np.arange(len(lens)), counts - 1][goes_on]
+        last = mirror.ids_of(batch.reqs, counts)[np.arange(len(lens)), counts - 1][goes_on]
         return bool((self.core.ledger.levels_of(self.pages.slots_of(last)) > 0).any())
 
     def make_room(self, new_pages: IntArray, high: list[bool], lens: IntArray, touched: Callable[[], IntArray]) -> bool:

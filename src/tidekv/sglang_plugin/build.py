@@ -31,6 +31,7 @@ class Installation:
     capacity: Capacity | None = None
     allocator: TideAllocator | None = None
     reporter: Reporter | None = None
+    scheduler: Any = None
     low_values_first: bool = False
     checked_changes: int = 0
     seen_halvings: int = 0

@@ -89,6 +89,14 @@ def process_input_requests(original: Original, scheduler: Any, recv_reqs: Any) -
     return original(scheduler, recv_reqs)
 
 
+def self_check_during_busy(original: Original, checker: Any) -> Any:
+    """SGLang's strict check between two steps (off unless asked for) counts what the requests of its batches hold."""
+    paused, scheduler = _paused(), here().scheduler
+    if paused is not None and paused.batch is not None and scheduler is not None:
+        scheduler.running_batch = paused.join(scheduler.running_batch)
+    return original(checker)
+
+
 def get_next_batch_to_run(original: Original, scheduler: Any, running_batch: Any, last_batch: Any) -> Any:
     """Between two forwards: staging goes back, and widths, if memory is plentiful."""
     tide = here()
@@ -245,6 +253,7 @@ def scheduler_init(original: Original, scheduler: Any, *args: Any, **kwargs: Any
     if str(scheduler.device).startswith("cuda"):
         forward_stream = scheduler.forward_stream
         tide.allocator.core.fence = lambda: torch.cuda.current_stream().wait_stream(forward_stream)
+    tide.scheduler = scheduler
     tide.allocator.old_pages = lambda: old_pages(scheduler)
     ladder, settings = tide.allocator.core.ledger.ladder, tide.settings
     if settings.pausing and len(ladder) > 1 and capacity.host_pages:
@@ -281,6 +290,7 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "Scheduler.get_new_batch_prefill": get_new_batch_prefill,
     "Scheduler.update_running_batch": update_running_batch,
     "PrefillAdder.add_one_req": add_one_req,
+    "SchedulerInvariantChecker.self_check_during_busy": self_check_during_busy,
     "Scheduler.on_idle": on_idle,
     "Scheduler.__init__": scheduler_init,
     "ModelRunner._forward_raw": forward_hooks.forward_raw,

@@ -71,6 +71,8 @@ SEAMS: tuple[Seam, ...] = (
     Seam("managers.scheduler", "Scheduler.process_input_requests", ("self", "recv_reqs"), "hook"),
     Seam("managers.scheduler", "Scheduler.get_new_batch_prefill", ("self", "running_batch"), "hook"),
     Seam("managers.scheduler", "Scheduler.update_running_batch", ("self", "batch"), "hook"),
+    Seam("managers.scheduler_components.invariant_checker", "SchedulerInvariantChecker.self_check_during_busy",
+         ("self",), "hook"),
     Seam("managers.schedule_policy", "PrefillAdder.add_one_req",
          ("self", "req", "has_chunked_req", "truncation_align_size"), "hook"),
     Seam("managers.schedule_batch", "ScheduleBatch.merge_batch", ("self", "other"), "call"),
