@@ -3,7 +3,7 @@
     python -m benchmarks.replay_tables RESULTS [RESULTS ...] --into docs/replay.md
 
 fills the places of a document that look like this, from `RESULTS/goals.md` and `tables.md`, and the costs from
-`RESULTS/runs/*.json`. What a later folder has too comes from there.
+`RESULTS/runs/*.json`. A machine, shape and mix that a later folder has comes from there alone.
 
     <!-- table: goals -->                                      the goals, a row a run of narrow
     <!-- table: times azure_conv+arxiv llama-3.1-8b H200 0.50 -->    all runs of one mix, shape, machine and pool
@@ -211,14 +211,16 @@ def fill(text: str, folders: Sequence[Path]) -> str:
 
 
 def goals_of(folders: Sequence[Path]) -> list[str]:
-    """The rows of their `goals.md`, one for each run."""
+    """The rows of their `goals.md`, those of one machine, shape and mix from the last folder that has any."""
     head: list[str] = []
-    rows: dict[tuple[str, ...], str] = {}
+    rows: dict[tuple[str, ...], list[str]] = {}
     for folder in folders:
         lines = [line for line in (folder / "goals.md").read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
-        head = lines[:2]
-        rows.update({tuple(line.split("|")[1:3]): line for line in lines[2:]})
-    return [*head, *(rows[key] for key in sorted(rows))]
+        head, found = lines[:2], {}
+        for line in lines[2:]:
+            found.setdefault(tuple(line.split(",")[:3]), []).append(line)
+        rows.update(found)
+    return [*head, *(line for key in sorted(rows) for line in sorted(rows[key]))]
 
 
 def times_of(folders: Sequence[Path], mix: str, model: str, machine: str, share: str) -> list[str]:

@@ -99,6 +99,20 @@ def test_a_documents_tables_are_made_from_the_runs(matrix: Any, tmp_path: Path) 
         tables.fill("<!-- table: times other llama-3.1-8b H200 0.50 -->\n<!-- end -->", [tmp_path])
 
 
+def test_a_later_folder_has_the_last_word_on_a_mix(matrix: Any, tmp_path: Path) -> None:
+    tables = importlib.import_module("benchmarks.replay_tables")
+    head = "| machine, model, mix, pool | reads |\n|---|---|\n"
+    for name, rows in (
+        ("old", ["| H200, m, a, 0.33 | exact |", "| H200, m, a, 0.50 | exact |", "| H200, m, b, 0.50 | exact |"]),
+        ("new", ["| H200, m, a, 0.50 | exact, again |"]),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "goals.md").write_text(head + "\n".join(rows) + "\n")
+    assert tables.goals_of([tmp_path / "old", tmp_path / "new"])[2:] == [
+        "| H200, m, a, 0.50 | exact, again |", "| H200, m, b, 0.50 | exact |",
+    ]  # fmt: skip
+
+
 def test_capacities() -> None:
     assert parse_capacities("1/2, 0.25,120000") == [0.5, 0.25, 120000]
     with pytest.raises(ConfigError, match="'1/0'"):
