@@ -18,7 +18,8 @@ from model_folder import model_folder
 from serving import Ask, Server, command, environment, free_port, serve
 from soak import clean_up, soak
 
-TIDE = {"TIDEKV_SGLANG": "1", "TIDEKV_OVERCOMMIT": "3.0"}
+# Newcomers are prefilled and then pause, up to a quarter of the pool: more comes and goes than with the default, none.
+TIDE = {"TIDEKV_SGLANG": "1", "TIDEKV_OVERCOMMIT": "3.0", "TIDEKV_PAUSED_SHARE": "0.25"}
 
 
 @pytest.fixture(scope="module")
