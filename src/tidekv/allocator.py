@@ -6,7 +6,7 @@
            -> _try_backpressure       the first rung of the ladder that applies
                 -> _halve_and_repack  A _halve_slot_width  B _merge_across_pages  C _remap_loc_holders
       -> _allocate_pages              partial slots first, then fresh pages, no static cap
-      -> alloc_extend_kernel / alloc_decode_kernel, one launch, in the caller's order
+      -> alloc_extend_kernel / alloc_decode_kernel, one launch; results in the caller's order
       -> (out_indices, dynamic_indices)
 
 Deciding happens in the ledger, on the host, in a transaction; the device's part is queued and runs when the decision is
@@ -227,17 +227,23 @@ class DynamicPagedTokenToKVPoolAllocator(PoolWithWaysBack):
     ) -> tuple[torch.Tensor, tuple[int, int]] | None:
         """The steady state, in a few microseconds: full width everywhere and enough free pages. Else None: decide.
 
-        Returns (the device's mirror of the free list, the run of it that these requests take). At full width one free
-        page is as good as another, so a mixed batch takes them in the caller's order too: only the books tell high from
-        low, and nothing is uploaded.
+        Returns (new slots on the device, the run of them that these requests take): the mirror of the free list as a
+        rule, so nothing is uploaded. High requests take their pages before low ones, but with `mixed_in_one_run` in the
+        caller's order.
         """
         ledger = self.ledger
         if self._decision is not None or not ledger.at_full_width or num_pages > ledger.num_free_pages:
             return None
         codes = contract.codes_of_new_pages(is_high_priority, new_pages, num_pages)
         slots = NO_SLOTS
-        if num_pages:
+        high_first = num_pages > 0 and not (isinstance(codes, int) or self.mixed_in_one_run)
+        if high_first:
+            turns = np.argsort(codes, kind="stable")
+            slots = np.empty(num_pages, dtype=np.int64)
+            slots[turns] = ledger.open_pages(np.asarray(codes, dtype=np.int8)[turns], num_pages)
+        elif num_pages:
             slots = ledger.open_pages(codes, num_pages)
+        if num_pages:
             low = slots[np.full(num_pages, codes) == LOW] if self.write_through else NO_SLOTS
             if len(low):
                 ledger.write_through(low)
@@ -247,7 +253,7 @@ class DynamicPagedTokenToKVPoolAllocator(PoolWithWaysBack):
             self._written.append((
                 lambda: np.concatenate([slots, last_loc.cpu().numpy()[goes_on()] // page_size]), len(self._lookups)
             ))  # fmt: skip
-        return self._free_list_run(num_pages)
+        return (torch.from_numpy(slots), (0, num_pages)) if high_first else self._free_list_run(num_pages)
 
     def _allocate_pages(self, num_pages: int, priority_code: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`num_pages` slots, partial ones first -> (page_ids [n], slot_starts [n]) int64. Capacity must have been

@@ -49,10 +49,36 @@ def codes_of(allocator, locs):
 
 @pytest.mark.parametrize("form", [list, torch.tensor])
 @pytest.mark.parametrize("write_through", [False, True])
+def test_a_mixed_batch_equals_two_calls_high_before_low(form, write_through):
+    """Catches: results in the group's order, pages of one group given to the other, wrong page counts."""
+    lens, is_high = [(0, 5), (0, 4), (0, 9), (0, 1)], [False, True, False, True]
+    mixed, parts = (make_allocator(write_through=write_through) for _ in range(2))
+    assert not mixed.mixed_in_one_run  # on a CPU
+    out, dynamic = extend(mixed, lens, [-1] * 4, form(is_high))
+    assert dynamic is None
+    high, _ = extend(parts, [lens[1], lens[3]], [-1] * 2, True)
+    low, _ = extend(parts, [lens[0], lens[2]], [-1] * 2, False)
+    assert torch.equal(out, torch.cat([low[:5], high[:4], low[5:], high[4:]]))
+    assert (mixed.high_used, mixed.low_used) == (parts.high_used, parts.low_used) == (2, 5)
+    assert mixed.ledger.page_code.tolist() == parts.ledger.page_code.tolist()
+    assert mixed.ledger.backed.tolist() == parts.ledger.backed.tolist()
+    assert mixed.new_slots.tolist() == [3, 4, 1, 5, 6, 7, 2]
+    # Decode: requests 0, 2 and 3 go on in their pages, request 1 opens page 8.
+    last = [int(out[i]) for i in (4, 8, 17, 18)]
+    step, _ = decode(mixed, [6, 5, 10, 2], last, form(is_high))
+    high, _ = decode(parts, [5, 2], [last[1], last[3]], True)
+    low, _ = decode(parts, [6, 10], [last[0], last[2]], False)
+    assert torch.equal(step, torch.stack([low[0], high[0], low[1], high[1]]))
+    mixed.check()
+
+
+@pytest.mark.parametrize("form", [list, torch.tensor])
+@pytest.mark.parametrize("write_through", [False, True])
 def test_a_mixed_batch_is_one_pass_over_the_free_list_in_the_callers_order(form, write_through):
     """Catches: results in the group's order, a page booked for the other class, wrong page counts."""
     lens, is_high = [(0, 5), (0, 4), (0, 9), (0, 1)], [False, True, False, True]
     a = make_allocator(write_through=write_through)
+    a.mixed_in_one_run = True  # as on CUDA
     out, dynamic = extend(a, lens, [-1] * 4, form(is_high))
     assert dynamic is None
     assert out.tolist() == [*range(4, 9), *range(12, 16), *range(16, 25), 28]  # pages 1, 2 | 3 | 4, 5, 6 | 7

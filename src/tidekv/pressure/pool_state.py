@@ -94,6 +94,9 @@ class PagedPoolState:
             host_pool = HostKVPool(geometry, slots * geometry.page_bytes, materialize=kvcache.has_storage)
         self.host_pool = host_pool
         self.write_through = write_through
+        # On CUDA a mixed batch at full width takes pages as its requests come: high before low would cost an upload and
+        # half of the call's time again, and one free page is as good as another.
+        self.mixed_in_one_run = self.device.type == "cuda"
         pages = geometry.num_pages
         usual = Budgets.defaults(pages, geometry.layer_num)
         low = contract.budget_pages("low_max_pages", low_max_pages, usual.low_max_pages, pages)
