@@ -56,7 +56,7 @@ soak: $(STAMP) ## random load with invariant checks for SECONDS (default 600)
 bench: $(STAMP) ## the benchmark tables
 	$(BIN)/python -m benchmarks.run
 
-.PHONY: sglang-demo test-sglang test-sglang-parts sglang-env sglang-model
+.PHONY: sglang-demo test-sglang test-sglang-all test-sglang-parts sglang-env sglang-model
 # SGLang in an environment of its own, which sees .venv's packages behind its own: torch (the CPU build, at the version that
 # SGLang pins) and triton are most of 2 GB. SGLang's own list of dependencies would bring a CUDA build, so they are named
 # in a file here; two shims stand in for what has no CPU build.
@@ -81,11 +81,14 @@ sglang-model: $(STAMP) # the packaged model, converted once into the user's cach
 sglang-demo: $(SGLANG_STAMP) sglang-model ## three SGLang servers on the CPU: ample, stock under pressure, tidekv under pressure
 	$(SGLANG)/python tests/sglang/demo.py
 
-test-sglang: $(SGLANG_STAMP) sglang-model ## the SGLang plugin: its parts, then the demo and a soak with real servers
-	SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/python -m pytest tests/sglang
+test-sglang: test-sglang-parts sglang-model ## the SGLang plugin: its parts, then the demo's claims and a soak with real servers, 9 minutes
+	SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/python -m pytest --durations=8 tests/sglang/test_served.py -k "narrows or soak"
 
-test-sglang-parts: $(SGLANG_STAMP) ## those of them that start no server, about a minute
-	SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/python -m pytest tests/sglang --ignore=tests/sglang/test_served.py
+test-sglang-parts: $(SGLANG_STAMP) ## those of them that start no server, about 2 minutes
+	SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/python -m pytest --durations=8 tests/sglang --ignore=tests/sglang/test_served.py
+
+test-sglang-all: test-sglang sglang-model ## and a server with lossy windows, and servers that must refuse to start
+	SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/python -m pytest tests/sglang/test_served.py -k "window or cannot"
 
 clean: ## remove .venv and caches
 	rm -rf .venv .venv-sglang .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
