@@ -30,17 +30,16 @@ class Rows:
         self.tree: list[list[int]] = []  # cached prefixes, as page ids
         self.used = np.zeros(401, dtype=np.int64)
 
-    def open(self, reqs: list[Any], first: list[int], count: list[int], high: bool | list[bool]) -> None:
+    def open(self, reqs: list[Any], first: list[int], count: list[int]) -> None:
         total = sum(count)
         slots = np.flatnonzero(self.used[1:] == 0)[:total] + 1
         self.used[slots] = 1
         ids = self.pages.assign(slots, self.rng.choice([np.ones, np.zeros])(total, dtype=np.bool_))
-        self.mirror.opened(reqs, np.array(first), np.array(count), ids, high)
-        order = range(len(reqs)) if isinstance(high, bool) else sorted(range(len(reqs)), key=lambda i: not high[i])
+        self.mirror.opened(reqs, np.array(first), np.array(count), ids)
         taken = 0
-        for i in order:
-            self.write(reqs[i], first[i], ids[taken : taken + count[i]].tolist())
-            taken += count[i]
+        for req, begin, n in zip(reqs, first, count, strict=True):
+            self.write(req, begin, ids[taken : taken + n].tolist())
+            taken += n
 
     def write(self, req: Any, first: int, ids: list[int]) -> None:
         for k, page in enumerate(ids, first):
@@ -63,15 +62,13 @@ class Rows:
                     req.shared = len(req.ids)
                 new.append(req)
         if new:
-            high = self.rng.choice([True, False, [self.rng.random() < 0.5 for _ in new]])
-            self.open(new, [len(r.ids) for r in new], [self.rng.randint(1, 4) for _ in new], high)
+            self.open(new, [len(r.ids) for r in new], [self.rng.randint(1, 4) for _ in new])
             self.reqs += new
 
     def decode(self) -> None:
         grows = [r for r in self.reqs if len(r.ids) < 30]
         if grows:
-            high = self.rng.choice([True, [self.rng.random() < 0.5 for _ in grows]])
-            self.open(grows, [len(r.ids) for r in grows], [int(self.rng.random() < 0.4) for _ in grows], high)
+            self.open(grows, [len(r.ids) for r in grows], [int(self.rng.random() < 0.4) for _ in grows])
 
     def dedupe(self) -> None:
         """The cache has equal pages: the row names those, its own are freed."""
@@ -119,8 +116,8 @@ def test_it_is_what_the_rows_say(seed: int) -> None:
 def test_the_steady_state_reads_nothing_back() -> None:
     rows = Rows(0)
     reqs = [SimpleNamespace(req_pool_idx=row, ids=[], shared=0) for row in (1, 2, 3)]
-    rows.open(reqs, [0, 0, 0], [2, 1, 3], [False, True, False])
+    rows.open(reqs, [0, 0, 0], [2, 1, 3])
     for _ in range(5):
-        rows.open(reqs, [len(r.ids) for r in reqs], [1, 0, 1], [False, True, True])
+        rows.open(reqs, [len(r.ids) for r in reqs], [1, 0, 1])
         rows.mirror.ids_of(reqs, np.array([len(r.ids) for r in reqs]))
     assert rows.mirror.num_read_back == 0

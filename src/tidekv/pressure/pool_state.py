@@ -120,10 +120,9 @@ class PagedPoolState:
         self.num_halvings = {HIGH: 0, LOW: 0}
         self.num_merges = self.num_pages_freed = self.num_restores = self.num_repacks = self.num_evicted_pages = 0
         self.refusals: list[str] = []  # why halvings were refused, newest last, at most 32
-        # Of the last allocating call, for callers with page ids of their own: the slots that it opened, and in which
-        # order the requests took them ([bs]; None: the caller's).
+        # Of the last allocating call, for callers with page ids of their own: the slots that it opened, request after
+        # request in the caller's order.
         self.new_slots: IntArray = NO_SLOTS
-        self.new_order: torch.Tensor | None = None
 
     def promote(self, locs: torch.Tensor) -> None:
         """Pages of these locations count as high from now on: a page shared with a high request is a high page."""

@@ -161,14 +161,7 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
             if found is None:
                 return None
         ids = self._assign_ids()
-        if self.mirror is not None and self.batch is not None and len(self.batch.reqs) == len(seq):
-            self.mirror.opened(
-                self.batch.reqs,
-                -(-prefix // page_size),
-                new_pages,
-                ids,
-                True,  # the core takes pages in the caller's order
-            )
+        self._tell_mirror(-(-prefix // page_size), new_pages, ids)
         if found is not None and not self.pages.displaced and np.array_equal(ids, self.core.new_slots):
             return found[0]
         return assign.alloc_extend(
@@ -191,17 +184,15 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
             if found is None:
                 return None
         ids = self._assign_ids()
-        if self.mirror is not None and self.batch is not None and len(self.batch.reqs) == len(seq):
-            self.mirror.opened(
-                self.batch.reqs,
-                seq // int(self.page_size),
-                new_pages,
-                ids,
-                True,  # the core takes pages in the caller's order
-            )
+        self._tell_mirror(seq // int(self.page_size), new_pages, ids)
         if found is not None and not self.pages.displaced and np.array_equal(ids, self.core.new_slots):
             return found[0]
         return assign.alloc_decode(seq_lens, last, self._upload(ids), int(self.page_size), checked=True)
+
+    def _tell_mirror(self, first: IntArray, new_pages: IntArray, ids: IntArray) -> None:
+        """The announced requests got these pages, from page `first` [bs] of each on."""
+        if self.mirror is not None and self.batch is not None and len(self.batch.reqs) == len(first):
+            self.mirror.opened(self.batch.reqs, first, new_pages, ids)
 
     def _open_wide(self, new_pages: IntArray, high: bool | list[bool], lens: IntArray) -> bool:
         """Fresh full-width pages for a batch that writes nothing narrow, while other pages are narrow or have moved:

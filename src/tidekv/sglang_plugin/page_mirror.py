@@ -39,18 +39,15 @@ class PageMirror:
         self.num_read_back = 0  # rows
         self._serials = itertools.count(1)
 
-    def opened(
-        self, reqs: Sequence[Any], first: IntArray, count: IntArray, ids: IntArray, high: bool | Sequence[bool]
-    ) -> None:
+    def opened(self, reqs: Sequence[Any], first: IntArray, count: IntArray, ids: IntArray) -> None:
         """Request i got `count[i]` pages, its pages first[i] .. first[i] + count[i] - 1.
 
-        ids: [sum of count] in the order in which requests took them: the caller's, high ones first if `high` is a list.
+        ids: [sum of count], request after request.
         """
         if not len(ids):
             return
-        order = np.arange(len(reqs)) if isinstance(high, bool) else np.argsort(~np.asarray(high), kind="stable")
         taken = 0
-        for i in order[count[order] > 0].tolist():
+        for i in np.flatnonzero(count > 0).tolist():
             row, begin, n = row_of(reqs[i]), int(first[i]), int(count[i])
             self._take_over(row, reqs[i], begin)
             mine = slice(begin, begin + n)
