@@ -1,13 +1,14 @@
-"""Stock SGLang and tidekv inside it, on one GPU: full width, two workloads under pressure, and answers in fp32.
+"""Stock SGLang and tidekv inside it, on one GPU: full width, two workloads under pressure, and their answers.
 
     python3 -m benchmarks.sglang_pressure --group full --out FOLDER        about 6 minutes on an H200
     python3 -m benchmarks.sglang_pressure --group pressure --out FOLDER
-    python3 -m benchmarks.sglang_pressure --group answers --out FOLDER
+    python3 -m benchmarks.sglang_pressure --group answers --out FOLDER     6 engines, judged as sglang_answers says
 
-`--smoke` runs the same code on a CPU with 1/32 of the tokens: it checks this program and measures nothing.
+`--smoke` runs the same code on a CPU with few tokens: it checks this program and measures nothing.
 
-It needs SGLang on the path and a folder with a config.json (random weights): --config, or $SGLANG_LLAMA8B. Each engine
-is a process of its own; a result is one JSON line in FOLDER/sglang_pressure.jsonl, and a table at the end.
+It needs SGLang on the path and a folder with a config.json (random weights): --config, or $SGLANG_LLAMA8B. Group
+`answers` writes a model of its own, or takes the one in --model. Each engine is a process of its own; a result is one
+JSON line in FOLDER/sglang_pressure.jsonl, and a table at the end.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import sglang_answers
+
 SMALL_POOL = 60_000  # tokens; the workloads need 164k and 98k
 HIGH, LOW = 10, 0
 SMOKE = 32
@@ -42,16 +45,21 @@ DIST_INFO = {
     "METADATA": "Metadata-Version: 2.1\nName: tidekv\nVersion: 0.1.0\n",
     "entry_points.txt": "[sglang.srt.plugins]\ntidekv = tidekv.sglang_plugin.plugin:register\n",
 }
+PLANTED = "planted_fault = benchmarks.planted_fault:register\n"
+REFERENCE, FLOOR, FAULT = "stock, ample", "stock, small", "tidekv, small, overlap, a fault planted"
+DAMAGED = "stock, ample, scored with a page of other tokens"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One engine: its environment (None: stock), its arguments beyond the common ones, what to measure."""
+    """One engine: its environment (None: stock), its arguments beyond the common ones, what to measure; and whether
+    benchmarks.planted_fault is loaded beside tidekv."""
 
     name: str
     tide: dict[str, str] | None
     engine: dict[str, Any]
     phases: tuple[str, ...]
+    fault: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,6 @@ WORKLOADS = {"2k_in_512_out": Workload(64, 2048, 512), "512_in_1k_out": Workload
 def runs(group: str, overcommits: list[float], extra: dict[str, str], overlaps: list[int]) -> list[Run]:
     """The engines of a group, stock and tidekv in turn. extra, overlaps: tidekv's settings, for group `pressure`."""
     engine: dict[str, Any]
-    shape: dict[str, Any]
     out: list[Run] = []
     if group == "full":
         for overlap in (False, True):
@@ -102,15 +109,28 @@ def runs(group: str, overcommits: list[float], extra: dict[str, str], overlaps: 
                 name = f"tidekv, 60k, {overcommit} x, {reads}" + (", overlap" if on else "")
                 out.append(Run(name, tide | extra, engine, tuple(WORKLOADS)))
     else:
-        # 8 layers hold 4 staging pairs a page: a small step keeps staging small beside a pool of 100 pages.
-        shape = {"json_model_override_args": json.dumps({"num_hidden_layers": 8}), "dtype": "float32"}
-        shape |= {"max_running_requests": 32, "chunked_prefill_size": 1024}
-        ample, small = shape | {"max_total_tokens": 40_000}, shape | {"max_total_tokens": 6_400}
-        out.append(Run("stock, ample", None, ample | {"disable_overlap_schedule": True}, ("answers",)))
-        for overlap in (False, True):
-            tide = {"TIDEKV_OVERCOMMIT": "3.0", "TIDEKV_OVERLAP": "1" if overlap else "0"}
-            engine = small | {"disable_overlap_schedule": not overlap}
-            out.append(Run(f"tidekv, small, {'overlap' if overlap else 'no overlap'}", tide, engine, ("answers",)))
+        out += answer_runs()
+    return out
+
+
+def answer_runs() -> list[Run]:
+    """Who answers; the reference comes last and scores them all. Much comes and goes, so that much could go wrong."""
+    pool = 16_384  # tokens; the load holds 41k
+    # 8 layers hold 4 staging pairs a page: a small step keeps staging small beside a pool of 256 pages.
+    shape: dict[str, Any] = {"max_running_requests": 64, "chunked_prefill_size": 1024, "enable_fp32_lm_head": True}
+    shape |= {"load_format": "auto", "context_length": 2048, "max_total_tokens": pool, "schedule_conservativeness": 0.1}
+    shape |= {"enable_priority_scheduling": True, "default_priority_value": LOW}
+    tide = {"TIDEKV_OVERCOMMIT": "3.0", "TIDEKV_HOST_TOKENS": str(3 * pool), "TIDEKV_PAUSED_SHARE": "0.25"}
+    tide |= {"TIDEKV_TURN_TOKENS": "64", "TIDEKV_QUANTUM": "8"}
+    ladder = tide | {"TIDEKV_PAUSING": "0", "TIDEKV_OVERLAP": "1"}  # every step streams what is narrow
+    out = [Run(FLOOR, None, shape, ("answers",))]
+    for overlap, word in ((False, "no overlap"), (True, "overlap")):
+        engine = shape | {"disable_overlap_schedule": not overlap}
+        out.append(Run(f"tidekv, small, {word}", tide | {"TIDEKV_OVERLAP": str(int(overlap))}, engine, ("answers",)))
+    out.append(Run("tidekv, small, overlap, nobody pauses", ladder, shape, ("answers",)))
+    out.append(Run(FAULT, tide | {"TIDEKV_OVERLAP": "1"}, shape, ("answers",), fault=True))
+    ample = shape | {"max_total_tokens": 8 * pool, "schedule_conservativeness": 1.0}
+    out.append(Run(REFERENCE, None, ample, ("answers", "scores")))
     return out
 
 
@@ -142,8 +162,9 @@ def emit(**result: Any) -> None:
     print("RESULT " + json.dumps(result), flush=True)
 
 
-def child(run: Run, config: str, smoke: bool) -> None:
-    """Build the engine, measure, shut down."""
+def child(run: Run, config: str, smoke: bool, folder: Path) -> None:
+    """Build the engine, measure, shut down. folder: has the answers of other runs, and gets this one's (what is too
+    long for a line of a log that several processes write)."""
     import sglang
 
     begin = time.time()
@@ -162,21 +183,28 @@ def child(run: Run, config: str, smoke: bool) -> None:
         common |= {"page_size": 1 if run.tide is None else 16, "max_running_requests": 64, "chunked_prefill_size": 256}
         pool = run.engine.get("max_total_tokens", 0)
         common["max_total_tokens"] = pool // SMOKE if pool else 16_384
-        common.pop("json_model_override_args", None)
+        if "answers" in run.phases:
+            common |= {"max_running_requests": 16, "enable_fp32_lm_head": False}
     engine = sglang.Engine(**common)
     emit(run=run.name, phase="start", seconds=round(time.time() - begin, 1))
-    if "decode" not in run.phases:  # those warm up batch by batch
+    if set(run.phases) <= set(WORKLOADS):  # group `full` warms up batch by batch
         _, seconds = ask(engine, WARM_UP.scaled(smoke), HIGH, vocab, seed=11)
         engine.flush_cache()
         emit(run=run.name, phase="warm-up", seconds=round(seconds, 2))
+    load, raw = sglang_answers.SMOKE if smoke else sglang_answers.FULL, {}
     for phase in run.phases:
         if phase == "decode":
             decode(run, engine, smoke, vocab)
         elif phase == "answers":
-            timings, seconds = ask(engine, Workload(24, 512, 128).scaled(smoke), None, vocab)
-            emit(run=run.name, phase=phase, seconds=seconds, answers=[t.tokens for t in timings], **retracted(timings))
+            raw = sglang_answers.answer(engine, load, HIGH, LOW)
+            emit(run=run.name, phase=phase, retractions=raw.pop("retractions"))
+        elif phase == "scores":
+            others = json.loads((folder / "answers.json").read_text())
+            raw |= sglang_answers.scores(engine, load, others | {run.name: raw["answers"]})
+            emit(run=run.name, phase=phase)
         else:
             pressure(run, engine, phase, smoke, vocab)
+    (folder / "raw.json").write_text(json.dumps(raw))
     engine.shutdown()
 
 
@@ -238,13 +266,16 @@ def ask(engine: Any, workload: Workload, high: int | None, vocab: int, seed: int
 # ---- in the parent ---------------------------------------------------------------------------------------------------
 
 
-def start(run: Run, config: str, seconds: float, smoke: bool) -> list[dict[str, Any]]:
-    """Run one engine in a process of its own; its results, or one that says how it failed."""
+def start(
+    run: Run, config: str, seconds: float, smoke: bool, answers: dict[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Run one engine in a process of its own; its results, or one that says how it failed, and what is too long for
+    them. answers: other runs', for one that scores."""
     with tempfile.TemporaryDirectory() as folder:
         info = Path(folder) / "tidekv-0.1.0.dist-info"
         info.mkdir()
         for name, text in DIST_INFO.items():  # what pip would write: SGLang finds plugins by installed metadata
-            (info / name).write_text(text)
+            (info / name).write_text(text + (PLANTED if run.fault and name == "entry_points.txt" else ""))
         kept = {key: value for key, value in os.environ.items() if not key.startswith("TIDEKV_")}
         path = os.pathsep.join(part for part in (folder, kept.get("PYTHONPATH", "")) if part)
         switch = {} if run.tide is None else {"TIDEKV_SGLANG": "1", **run.tide}
@@ -253,6 +284,8 @@ def start(run: Run, config: str, seconds: float, smoke: bool) -> list[dict[str, 
             switch |= {"TIDEKV_QUANTUM": "2", "TIDEKV_TURN_TOKENS": "8", "TIDEKV_WINDOW_TOKENS": "16"}
         line = [sys.executable, "-m", "benchmarks.sglang_pressure", "--config", config]
         line += ["--child", json.dumps(asdict(run)), *(["--smoke"] if smoke else [])]
+        (Path(folder) / "answers.json").write_text(json.dumps(answers))
+        line += ["--folder", folder]
         log = Path(folder) / "log"
         with log.open("w") as out:
             process = subprocess.Popen(
@@ -265,10 +298,13 @@ def start(run: Run, config: str, seconds: float, smoke: bool) -> list[dict[str, 
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # the engine's own processes, too
         lines = log.read_text().splitlines()
+        written = Path(folder) / "raw.json"
+        raw = json.loads(written.read_text()) if written.is_file() else {}
     results = [json.loads(text.removeprefix("RESULT ")) for text in lines if text.startswith("RESULT ")]
-    # What tidekv counted in each busy time: the warm-up's comes first.
-    busy = [match.groups() for match in map(IDLE.search, lines) if match and match[1] != "0"]
-    for result, counts in zip((r for r in results if r["phase"] in WORKLOADS), busy[1:], strict=False):
+    # What tidekv counted in each busy time: the warm-up's, if there was one, comes first.
+    busy = [match.groups() for match in map(IDLE.search, lines) if match and any(map(float, match.groups()))]
+    timed = [r for r in results if r["phase"] in (*WORKLOADS, "warm-up", "answers")]
+    for result, counts in zip(timed, busy, strict=False):
         result |= dict(zip(COUNTS, map(float, counts), strict=True))
     told = [text for text in lines if "tidekv " in text]
     for text in told[:2] + [text for text in told[2:] if "idle" in text or text in told[2:4] + told[-3:]]:
@@ -277,7 +313,7 @@ def start(run: Run, config: str, seconds: float, smoke: bool) -> list[dict[str, 
         print("\n".join(text[:400] for text in lines[-60:]), file=sys.stderr, flush=True)
         reason = f"not done in {seconds:.0f} s" if late else f"exit code {process.returncode}"
         results.append({"run": run.name, "phase": "failed", "reason": reason})
-    return results
+    return results, raw
 
 
 def watch(process: subprocess.Popen[str], log: Path, seconds: float) -> bool:
@@ -295,14 +331,40 @@ def watch(process: subprocess.Popen[str], log: Path, seconds: float) -> bool:
     return process.poll() is not None
 
 
+def judge(results: list[dict[str, Any]], raw: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the answers of each run came to, and whether it passes; raw: answers and scores by run. Raises KeyError if
+    stock, ample or small, is not among them."""
+    last = raw[REFERENCE]
+    reference, floor = last["answers"], {}
+    out: list[dict[str, Any]] = []
+    for name in sorted(raw, key=lambda name: name != FLOOR):
+        mine = raw[name]
+        found = sglang_answers.figures(mine["answers"], mine["logprobs"], last["scores"][name], reference)
+        floor = floor or found
+        why = sglang_answers.beyond(found, sglang_answers.limits(floor))
+        counts = next(r for r in results if r["run"] == name and r["phase"] == "answers")
+        if name.startswith("tidekv") and not counts.get("gb_from_host"):
+            why.append("nothing came back from the host, so that nothing was compared")
+        out.append({"run": name, "phase": "judged", **found, "passes": not why, "why": "; ".join(why)})
+    damaged = sglang_answers.figures(reference, last["logprobs"], last["damaged"], reference)
+    why = sglang_answers.beyond(damaged, sglang_answers.limits(floor))
+    out.append({"run": DAMAGED, "phase": "judged", **damaged, "passes": not why, "why": "; ".join(why)})
+    return out
+
+
+def verdict(judged: list[dict[str, Any]]) -> list[str]:
+    """What is wrong: a run of tidekv that does not pass, or a fault on purpose that does."""
+    faults = (FAULT, DAMAGED)
+    out = [f"{r['run']}: {r['why']}" for r in judged if r["run"] not in (*faults, REFERENCE) and not r["passes"]]
+    out += [f"{r['run']} passes: this comparison cannot fail" for r in judged if r["run"] in faults and r["passes"]]
+    return out
+
+
 def report(results: list[dict[str, Any]]) -> str:
-    """Every result but the starts, one line each; answers are compared with the first run's."""
-    lines, reference = [], None
+    """Every result but the starts, one line each."""
+    lines = []
     for result in results:
-        shown = {key: value for key, value in result.items() if key not in ("run", "phase", "all", "answers")}
-        if "answers" in result:
-            reference = reference or result["answers"]
-            shown["answers_changed"] = sum(a != b for a, b in zip(result["answers"], reference, strict=True))
+        shown = {key: value for key, value in result.items() if key not in ("run", "phase", "all")}
         if result["phase"] not in ("start", "warm-up"):
             text = "  ".join(f"{key} {value}" for key, value in shown.items())
             lines.append(f"{result['run']:32s} {result['phase']:16s} {text}")
@@ -319,6 +381,8 @@ def main() -> int:
     parser.add_argument("--group", choices=("full", "pressure", "answers"), default="full")
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--config", default=os.environ.get("SGLANG_LLAMA8B", ""))
+    parser.add_argument("--model", default="", help="of group answers: a folder with weights; default: one made here")
+    parser.add_argument("--attention-backend", choices=("triton", "flashinfer"), default="triton")
     parser.add_argument("--overcommit", type=float, nargs="+", default=[3.0])
     parser.add_argument("--overlap", type=int, nargs="+", choices=(0, 1), default=[1], help="of tidekv under pressure")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of tidekv under pressure")
@@ -329,13 +393,26 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120, help="limit for one engine once it serves")
     parser.add_argument("--smoke", action="store_true", help="check this program on a CPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not args.config:
-        parser.error("give --config FOLDER (with a config.json), or set SGLANG_LLAMA8B")
     if args.child:
         given = json.loads(args.child)
-        child(Run(given["name"], given["tide"], given["engine"], tuple(given["phases"])), args.config, args.smoke)
+        run = Run(given["name"], given["tide"], given["engine"], tuple(given["phases"]))
+        child(run, args.config, args.smoke, args.folder)
         return 0
+    with tempfile.TemporaryDirectory() as folder:
+        config = args.config
+        if args.group == "answers":
+            config = args.model or folder
+            if not args.model:
+                sglang_answers.write_model(Path(folder), args.smoke)
+        if not config:
+            parser.error("give --config FOLDER (with a config.json), or set SGLANG_LLAMA8B")
+        return measure(parser, args, config)
+
+
+def measure(parser: argparse.ArgumentParser, args: argparse.Namespace, config: str) -> int:
+    """Run the engines one after another, write down and tell what they did."""
     args.out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
     chosen = runs(args.group, args.overcommit, dict(pair.split("=", 1) for pair in args.set), args.overlap)
@@ -347,14 +424,27 @@ def main() -> int:
         if unknown:
             parser.error(f"no run {unknown} in group {args.group}; it has {sorted({run.name for run in chosen})}")
         chosen = [run for name in args.only for run in chosen if run.name == name]
+    raw: dict[str, dict[str, Any]] = {}
     for run in chosen:
         print(f"{run.name}: {', '.join(run.phases)}", file=sys.stderr, flush=True)
-        now = start(run, args.config, args.seconds, args.smoke)
+        run = replace(run, engine={"attention_backend": args.attention_backend} | run.engine)
+        told = {name: mine["answers"] for name, mine in raw.items()}
+        now, long = start(run, config, args.seconds, args.smoke, told)
         results += now
+        if "answers" in long:
+            raw[run.name] = long
         with (args.out / "sglang_pressure.jsonl").open("a") as file:
             file.writelines(json.dumps(r) + "\n" for r in now)
+    wrong = [f"{r['run']}: {r['reason']}" for r in results if r["phase"] == "failed"]
+    if "scores" in raw.get(REFERENCE, {}) and FLOOR in raw:
+        judged = judge(results, {name: raw[name] for name in raw if name in raw[REFERENCE]["scores"]})
+        results += judged
+        with (args.out / "sglang_pressure.jsonl").open("a") as file:
+            file.writelines(json.dumps(r) + "\n" for r in judged)
+        wrong += verdict(judged)
     print(report(results))
-    return 1 if any(r["phase"] == "failed" for r in results) else 0
+    print("\n".join(f"not as it should be: {text}" for text in wrong) or "everything as it should be")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

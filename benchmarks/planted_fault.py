@@ -1,0 +1,35 @@
+"""A fault on purpose, to see that a comparison of answers can fail: a plugin of SGLang beside tidekv's.
+
+Of every request that goes on after a pause, the pages that come back read the next page's K and V in one layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+LAYER = 3
+
+
+def register() -> None:
+    """Called by SGLang in every process, after tidekv's own entry point."""
+    from tidekv.sglang_plugin.paused_batch import PausedRequests
+
+    original = PausedRequests.widen
+
+    def widen(paused: Any, pages: np.ndarray) -> int:
+        widened = original(paused, pages)
+        allocator = paused.allocator
+        ledger, size = allocator.core.ledger, int(allocator.page_size)
+        slots = allocator.pages.slots_of(pages)
+        slots = slots[(slots > 0) & (ledger.levels_of(slots) == 0)]
+        if widened and len(slots) > 1:
+            pool = allocator.core.kvcache
+            rows = torch.from_numpy(slots[:, None] * size + np.arange(size)).to(pool.get_key_buffer(LAYER).device)
+            for buffer in (pool.get_key_buffer(LAYER), pool.get_value_buffer(LAYER)):
+                buffer[rows] = buffer[rows.roll(1, 0)]
+        return widened
+
+    PausedRequests.widen = widen  # type: ignore[method-assign]
