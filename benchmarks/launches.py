@@ -40,15 +40,15 @@ class Case:
         self.out = torch.empty(self.num_tokens, dtype=torch.int64, device=device())
 
     def decode(self, block: int, num_warps: int) -> tuple[Any, ...]:
-        tensors = (self.seq, self.last, self.slots, self.seq, self.out)
+        tensors = (self.seq, self.last, self.slots, self.out)
         ints = (self.batch, 0, self.num_slots)
-        return self.last, (cdiv(self.batch, block), 1), tensors, ints, (PAGE_SIZE, False, block), num_warps
+        return self.last, (cdiv(self.batch, block), 1), tensors, ints, (PAGE_SIZE, block), num_warps
 
     def extend(self, block_tokens: int, num_warps: int) -> tuple[Any, ...]:
-        tensors = (self.prefix, self.seq, self.last, self.slots, self.seq, self.out)
+        tensors = (self.prefix, self.seq, self.last, self.slots, self.out)
         ints = (self.batch, 0, self.num_slots, self.num_tokens)
         grid = (self.batch, cdiv(self.num_tokens, self.batch * block_tokens))
-        constants = (PAGE_SIZE, False, max(16, next_power_of_2(self.batch)), block_tokens)
+        constants = (PAGE_SIZE, max(16, next_power_of_2(self.batch)), block_tokens)
         return self.last, grid, tensors, ints, constants, num_warps
 
 

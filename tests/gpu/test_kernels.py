@@ -114,22 +114,20 @@ def test_remap(kernel: Any, device: str, dtype: torch.dtype) -> None:
 def test_alloc_decode_and_extend(kernel: Any, device: str, page_size: int, batch: int) -> None:
     seq = torch.randint(1, 400, (batch,))
     prefix = (seq - torch.randint(0, 200, (batch,))).clamp_min(0)
-    order = torch.randperm(batch, device=device)
     for kind in ("decode", "extend"):
         start = seq - 1 if kind == "decode" else prefix
         last = (torch.randperm(batch) + 1) * page_size + (start - 1) % page_size
         new = int((-(-seq // page_size) - -(-start // page_size)).sum())
         slots = torch.randperm(new + 10, device=device)[:new] + 10 * batch
-        for turns in (None, order):
-            got = []
-            for backend in (kernel, "torch"):
-                lens = (seq.to(device), last.to(device), slots)
-                if kind == "decode":
-                    got.append(assign.alloc_decode(*lens, page_size, turns, backend=backend))
-                else:
-                    total = int((seq - prefix).sum())
-                    got.append(assign.alloc_extend(prefix.to(device), *lens, total, page_size, turns, backend=backend))
-            assert torch.equal(*got)
+        got = []
+        for backend in (kernel, "torch"):
+            lens = (seq.to(device), last.to(device), slots)
+            if kind == "decode":
+                got.append(assign.alloc_decode(*lens, page_size, backend=backend))
+            else:
+                total = int((seq - prefix).sum())
+                got.append(assign.alloc_extend(prefix.to(device), *lens, total, page_size, backend=backend))
+        assert torch.equal(*got)
 
 
 def test_layer_tables_and_token_rows(kernel: Any, device: str) -> None:

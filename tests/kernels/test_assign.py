@@ -14,18 +14,16 @@ def int64(values, device):
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
-def naive_extend(prefix, seq, last, slots, page_size, order):
+def naive_extend(prefix, seq, last, slots, page_size):
     """One token at a time, straight from the contract."""
     slots = iter(slots)
-    placed = {}
-    for r in order:
-        here, loc = [], last[r]
-        for pos in range(prefix[r], seq[r]):
+    placed = []
+    for start, end, loc in zip(prefix, seq, last, strict=True):
+        for pos in range(start, end):
             loc = next(slots) * page_size if pos % page_size == 0 else loc + 1
-            here.append(loc)
-        placed[r] = here
+            placed.append(loc)
     assert next(slots, None) is None, "the case must use all its slots"
-    return [loc for r in range(len(seq)) for loc in placed[r]]
+    return placed
 
 
 def random_case(rng, bs, page_size, decode=False):
@@ -37,64 +35,47 @@ def random_case(rng, bs, page_size, decode=False):
         last.append(rng.randrange(1, 1 << 33) * page_size + (p - 1) % page_size)
     pages = sum(-(-s // page_size) - -(-p // page_size) for p, s in zip(prefix, seq, strict=True))
     slots = rng.sample(range(1, 1 << 33), pages)  # past 2**31: locations must stay int64
-    order = list(range(bs))
-    rng.shuffle(order)
-    return prefix, seq, last, slots, order
+    return prefix, seq, last, slots
 
 
 def test_extend_by_hand(backend, device):
     # page_size 4. Request 0: 6 -> 11 fills offsets 2, 3 of page 3, then slot 7. Request 1: 0 -> 5 takes slots 47 and
     # 2. Request 2: nothing.
     args = [int64(x, device) for x in ([6, 0, 4], [11, 5, 4], [13, -1, 31], [7, 47, 2])]
-    out = alloc_extend(*args, 10, 4, None, backend=backend)
+    out = alloc_extend(*args, 10, 4, backend=backend)
     assert out.tolist() == [14, 15, 28, 29, 30, 188, 189, 190, 191, 8]
     assert out.dtype == torch.int64
 
 
-def test_extend_in_another_order_returns_in_the_callers(backend, device):
-    # Request 1 takes first, so it gets slots 7 and 47, and request 0 gets slot 2; the output still starts with request
-    # 0.
-    args = [int64(x, device) for x in ([6, 0, 4], [11, 5, 4], [13, -1, 31], [7, 47, 2])]
-    out = alloc_extend(*args, 10, 4, int64([1, 2, 0], device), backend=backend)
-    assert out.tolist() == [14, 15, 8, 9, 10, 28, 29, 30, 31, 188]
-
-
 def test_decode_by_hand(backend, device):
     args = [int64(x, device) for x in ([9, 7, 1], [15, 21, -1], [5, 47])]
-    assert alloc_decode(*args, 4, None, backend=backend).tolist() == [20, 22, 188]
-    assert alloc_decode(*args, 4, int64([2, 1, 0], device), backend=backend).tolist() == [188, 22, 20]
+    assert alloc_decode(*args, 4, backend=backend).tolist() == [20, 22, 188]
 
 
 @pytest.mark.parametrize(("bs", "page_size"), [(1, 1), (1, 16), (7, 4), (9, 1), (40, 16), (12, 3)])
 def test_extend_matches_one_token_at_a_time(backend, device, bs, page_size):
-    rng = random.Random(bs * 100 + page_size)
-    for ordered in (False, True):
-        prefix, seq, last, slots, order = random_case(rng, bs, page_size)
-        expected = naive_extend(prefix, seq, last, slots, page_size, order if ordered else range(bs))
-        args = [int64(x, device) for x in (prefix, seq, last, slots)]
-        out = alloc_extend(*args, len(expected), page_size, int64(order, device) if ordered else None, backend=backend)
-        assert out.tolist() == expected
+    prefix, seq, last, slots = random_case(random.Random(bs * 100 + page_size), bs, page_size)
+    expected = naive_extend(prefix, seq, last, slots, page_size)
+    args = [int64(x, device) for x in (prefix, seq, last, slots)]
+    assert alloc_extend(*args, len(expected), page_size, backend=backend).tolist() == expected
 
 
 @pytest.mark.parametrize(("bs", "page_size"), [(1, 1), (1, 16), (7, 4), (9, 1), (1024, 4), (2500, 8)])
 def test_decode_matches_one_token_at_a_time(backend, device, bs, page_size):
-    rng = random.Random(bs * 100 + page_size)  # bs 2500: three blocks of turns, so earlier blocks are counted
-    for ordered in (False, True):
-        prefix, seq, last, slots, order = random_case(rng, bs, page_size, decode=True)
-        expected = naive_extend(prefix, seq, last, slots, page_size, order if ordered else range(bs))
-        args = [int64(x, device) for x in (seq, last, slots)]
-        out = alloc_decode(*args, page_size, int64(order, device) if ordered else None, backend=backend)
-        assert out.tolist() == expected
+    # bs 2500: three blocks of requests, so earlier blocks are counted.
+    prefix, seq, last, slots = random_case(random.Random(bs * 100 + page_size), bs, page_size, decode=True)
+    expected = naive_extend(prefix, seq, last, slots, page_size)
+    args = [int64(x, device) for x in (seq, last, slots)]
+    assert alloc_decode(*args, page_size, backend=backend).tolist() == expected
 
 
-def test_extend_of_a_large_batch_in_another_order(backend, device):
-    # Each request has one token on its own page. 1,030 requests are 2,048 lanes with 8 warps; the interpreter takes 40
-    # ms a request.
+def test_extend_of_a_large_batch(backend, device):
+    # Each request has one token on its own page. 1,030 requests are 2,048 lanes with 8 warps; the interpreter takes
+    # milliseconds a request.
     bs = 1030 if device == "cuda" else 70
     zeros, ones = torch.zeros(bs, dtype=torch.int64, device=device), torch.ones(bs, dtype=torch.int64, device=device)
-    slots = torch.arange(1, bs + 1, device=device)
-    order = torch.arange(bs - 1, -1, -1, device=device)
-    assert torch.equal(alloc_extend(zeros, ones, zeros, slots, bs, 4, order, backend=backend), slots.flip(0) * 4)
+    slots = torch.arange(bs, 0, -1, device=device)
+    assert torch.equal(alloc_extend(zeros, ones, zeros, slots, bs, 4, backend=backend), slots * 4)
 
 
 def test_a_run_of_a_longer_list_of_slots(backend, device):
@@ -109,8 +90,8 @@ def test_a_run_of_a_longer_list_of_slots(backend, device):
 
 def test_empty_batches(backend, device):
     none = int64([], device)
-    assert alloc_extend(none, none, none, none, 0, 4, None, backend=backend).tolist() == []
-    assert alloc_decode(none, none, none, 4, None, backend=backend).tolist() == []
+    assert alloc_extend(none, none, none, none, 0, 4, backend=backend).tolist() == []
+    assert alloc_decode(none, none, none, 4, backend=backend).tolist() == []
 
 
 def test_a_wrong_dtype_or_length_is_named(device):

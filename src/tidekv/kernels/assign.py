@@ -7,9 +7,8 @@ A request's tokens [prefix, seq) are placed in two runs (ps = page_size, boundar
     [prefix, min(boundary, seq))  the rest of its last page: last_loc + 1, last_loc + 2, ...
     [boundary, seq)               new slots, ceil(seq / ps) - ceil(prefix / ps) of them: loc = slot * ps + pos % ps
 
-`new_slots` holds combined ids in the order of use. `order` is the order in which requests take from it (None: 0, 1, 2,
-...); a mixed batch passes [high requests..., low requests...] and `new_slots` = [high slots..., low slots...]. The
-output is always in the caller's request order.
+`new_slots` holds combined ids, request after request in the caller's order: what a mixed batch gives to high and to low
+is settled before (`tidekv.allocator`).
 """
 
 import torch
@@ -42,43 +41,32 @@ _REQUESTS_A_WARP, _MOST_WARPS = 64, 8
 _MAX_TOKENS = 2**31 - 1  # of one extend; see the packed sum of its kernel
 
 
-@triton.jit(do_not_specialize=list(range(10)))
+@triton.jit(do_not_specialize=list(range(9)))
 def alloc_extend_kernel(
     prefix_lens,
     seq_lens,
     last_loc,
     new_slots,
-    order,
     out,
     bs,
     first_slot,
     num_new_slots,
     num_tokens,
     PAGE_SIZE: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
     BLOCK_BS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Programs (turn, 0..n): each sums what comes before its request (in both orders), then writes every n-th block of
-    its tokens."""
-    turn = tl.program_id(0)  # the turn in which this request takes slots
-    request = turn.to(tl.int64)
-    if HAS_ORDER:
-        request = tl.load(order + turn)
+    """Programs (request, 0..n): each sums what comes before its request, then writes every n-th block of its tokens."""
+    request = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_BS)
-    writes_earlier = (k < bs) & (k < request)
-    prefix_k = tl.load(prefix_lens + k, mask=writes_earlier, other=0)
-    seq_k = tl.load(seq_lens + k, mask=writes_earlier, other=0)
+    earlier = (k < bs) & (k < request)
+    prefix_k = tl.load(prefix_lens + k, mask=earlier, other=0)
+    seq_k = tl.load(seq_lens + k, mask=earlier, other=0)
     # Asked for before the sum, so that one wait for memory serves both.
     prefix = tl.load(prefix_lens + request)
     seq = tl.load(seq_lens + request)
     last = tl.load(last_loc + request)
     tokens = seq_k - prefix_k
-    if HAS_ORDER:
-        takes_earlier = (k < bs) & (k < turn)
-        who = tl.load(order + k, mask=takes_earlier, other=0)
-        prefix_k = tl.load(prefix_lens + who, mask=takes_earlier, other=0)
-        seq_k = tl.load(seq_lens + who, mask=takes_earlier, other=0)
     slots = (seq_k + PAGE_SIZE - 1) // PAGE_SIZE - (prefix_k + PAGE_SIZE - 1) // PAGE_SIZE
     # Tokens in the upper half, slots in the lower: one sum across the warps instead of two. Both stay below 2**31.
     before_me = tl.sum((tokens << 32) + slots)
@@ -106,25 +94,14 @@ _extend = Launcher(alloc_extend_kernel)
 
 
 def alloc_extend_ref(
-    prefix_lens: Tensor,
-    seq_lens: Tensor,
-    last_loc: Tensor,
-    new_slots: Tensor,
-    num_tokens: int,
-    page_size: int,
-    order: Tensor | None = None,
+    prefix_lens: Tensor, seq_lens: Tensor, last_loc: Tensor, new_slots: Tensor, num_tokens: int, page_size: int
 ) -> Tensor:
     """Torch twin of `alloc_extend_kernel`; see `alloc_extend`."""
     extend_lens = seq_lens - prefix_lens
     out_start = torch.cumsum(extend_lens, 0) - extend_lens
     first_new_page = (prefix_lens + page_size - 1) // page_size
     num_new = (seq_lens + page_size - 1) // page_size - first_new_page
-    if order is None:
-        slot_start = torch.cumsum(num_new, 0) - num_new
-    else:
-        in_turn = num_new[order]
-        slot_start = torch.empty_like(num_new)
-        slot_start[order] = torch.cumsum(in_turn, 0) - in_turn
+    slot_start = torch.cumsum(num_new, 0) - num_new
     request = torch.repeat_interleave(
         torch.arange(len(seq_lens), device=seq_lens.device), extend_lens, output_size=num_tokens
     )
@@ -145,7 +122,6 @@ def alloc_extend(
     new_slots: Tensor,
     num_tokens: int,
     page_size: int,
-    order: Tensor | None = None,
     *,
     run: tuple[int, int] | None = None,
     backend: Backend = "auto",
@@ -161,7 +137,6 @@ def alloc_extend(
             page_size).
         num_tokens: the sum of seq - prefix. The host knows it, so nothing waits for the device.
         page_size: tokens a page.
-        order: [bs] int64, a permutation: who takes slots first. None: in the caller's order.
         run: (first, count): only that run of `new_slots` is used. A slice costs the host as much as two `torch.empty`.
         checked: the caller vouches for the arguments; the checks take longer than the launch.
     Returns:
@@ -173,20 +148,14 @@ def alloc_extend(
     """
     by_triton = last_loc.is_cuda
     if not checked:
-        _check_batch(last_loc, new_slots, page_size, order, run, prefix_lens=prefix_lens, seq_lens=seq_lens)
+        _check_batch(last_loc, new_slots, page_size, run, prefix_lens=prefix_lens, seq_lens=seq_lens)
         require(num_tokens >= 0, lambda: f"num_tokens must not be negative, got {num_tokens}")
-        operands = {
-            "prefix_lens": prefix_lens,
-            "seq_lens": seq_lens,
-            "last_loc": last_loc,
-            "new_slots": new_slots,
-            "order": order,
-        }
+        operands = {"prefix_lens": prefix_lens, "seq_lens": seq_lens, "last_loc": last_loc, "new_slots": new_slots}
         by_triton = use_triton(alloc_extend_kernel, backend, operands)
     first, count = (0, new_slots.numel()) if run is None else run
     if not by_triton:
         mine = new_slots[first : first + count]
-        return alloc_extend_ref(prefix_lens, seq_lens, last_loc, mine, num_tokens, page_size, order)
+        return alloc_extend_ref(prefix_lens, seq_lens, last_loc, mine, num_tokens, page_size)
     require(num_tokens <= _MAX_TOKENS, lambda: f"num_tokens must be at most {_MAX_TOKENS}, got {num_tokens}")
     bs = seq_lens.numel()
     out = torch.empty(num_tokens, dtype=torch.int64, device=seq_lens.device)
@@ -196,9 +165,9 @@ def alloc_extend(
         _extend(
             last_loc,
             (bs, blocks),
-            (prefix_lens, seq_lens, last_loc, new_slots, seq_lens if order is None else order, out),
+            (prefix_lens, seq_lens, last_loc, new_slots, out),
             (bs, first, count, num_tokens),
-            (page_size, order is not None, max(16, next_power_of_2(bs)), _BLOCK_TOKENS),
+            (page_size, max(16, next_power_of_2(bs)), _BLOCK_TOKENS),
             num_warps=4 if bs <= 1024 else 8,
         )
     return out
@@ -210,51 +179,40 @@ def _opens_page(seq, PAGE_SIZE: tl.constexpr):
     return (seq - 1).to(tl.uint64) % PAGE_SIZE == 0
 
 
-@triton.jit(do_not_specialize=list(range(8)))
+@triton.jit(do_not_specialize=list(range(7)))
 def alloc_decode_kernel(
     seq_lens,
     last_loc,
     new_slots,
-    order,
     out,
     bs,
     first_slot,
     num_new_slots,
     PAGE_SIZE: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
     BLOCK_BS: tl.constexpr,
 ):
-    """One program a block of turns: counts the new pages of all earlier blocks, then scans its own."""
+    """One program a block of requests: counts the new pages of all earlier blocks, then scans its own."""
     block = tl.program_id(0)
     k = block * BLOCK_BS + tl.arange(0, BLOCK_BS)
     inside = k < bs
-    who = k.to(tl.int64)
-    if HAS_ORDER:
-        who = tl.load(order + k, mask=inside, other=0)
-    seq = tl.load(seq_lens + who, mask=inside, other=0)
-    last = tl.load(last_loc + who, mask=inside, other=0)
+    seq = tl.load(seq_lens + k, mask=inside, other=0)
+    last = tl.load(last_loc + k, mask=inside, other=0)
     opened = tl.zeros((), dtype=tl.int32)
     for chunk in range(0, block):
-        k = chunk * BLOCK_BS + tl.arange(0, BLOCK_BS)
-        earlier = k.to(tl.int64)
-        if HAS_ORDER:
-            earlier = tl.load(order + k)  # whole blocks only, so every k < bs
+        earlier = chunk * BLOCK_BS + tl.arange(0, BLOCK_BS)  # whole blocks, so every one < bs
         opened += tl.sum(_opens_page(tl.load(seq_lens + earlier), PAGE_SIZE).to(tl.int32))
     is_new = inside & _opens_page(seq, PAGE_SIZE)
     slot_index = opened + tl.cumsum(is_new.to(tl.int32), 0) - 1
     slot = tl.load(new_slots + first_slot + slot_index, mask=is_new & (slot_index < num_new_slots), other=0)
-    tl.store(out + who, tl.where(is_new, slot * PAGE_SIZE, last + 1), mask=inside)
+    tl.store(out + k, tl.where(is_new, slot * PAGE_SIZE, last + 1), mask=inside)
 
 
 _decode = Launcher(alloc_decode_kernel)
 
 
-def alloc_decode_ref(
-    seq_lens: Tensor, last_loc: Tensor, new_slots: Tensor, page_size: int, order: Tensor | None = None
-) -> Tensor:
+def alloc_decode_ref(seq_lens: Tensor, last_loc: Tensor, new_slots: Tensor, page_size: int) -> Tensor:
     """Torch twin of `alloc_decode_kernel`; see `alloc_decode`."""
-    turns = torch.arange(len(seq_lens), device=seq_lens.device) if order is None else order
-    openers = turns[(seq_lens[turns] - 1) % page_size == 0]  # the requests that open a page, in turn
+    openers = ((seq_lens - 1) % page_size == 0).nonzero()[:, 0]  # the requests that open a page
     out = last_loc + 1
     out[openers] = new_slots[: len(openers)] * page_size
     return out
@@ -265,7 +223,6 @@ def alloc_decode(
     last_loc: Tensor,
     new_slots: Tensor,
     page_size: int,
-    order: Tensor | None = None,
     *,
     run: tuple[int, int] | None = None,
     backend: Backend = "auto",
@@ -279,7 +236,6 @@ def alloc_decode(
         new_slots: [n] int64, combined ids in the order of use; n is the number of requests with (seq - 1) % page_size
             == 0.
         page_size: tokens a page.
-        order: [bs] int64, a permutation: who takes slots first. None: in the caller's order.
         run: (first, count): only that run of `new_slots` is used. A slice costs the host as much as two `torch.empty`.
         checked: the caller vouches for the arguments; the checks take longer than the launch.
     Returns:
@@ -291,12 +247,12 @@ def alloc_decode(
     """
     by_triton = last_loc.is_cuda
     if not checked:
-        _check_batch(last_loc, new_slots, page_size, order, run, seq_lens=seq_lens)
-        operands = {"seq_lens": seq_lens, "last_loc": last_loc, "new_slots": new_slots, "order": order}
+        _check_batch(last_loc, new_slots, page_size, run, seq_lens=seq_lens)
+        operands = {"seq_lens": seq_lens, "last_loc": last_loc, "new_slots": new_slots}
         by_triton = use_triton(alloc_decode_kernel, backend, operands)
     first, count = (0, new_slots.numel()) if run is None else run
     if not by_triton:
-        return alloc_decode_ref(seq_lens, last_loc, new_slots[first : first + count], page_size, order)
+        return alloc_decode_ref(seq_lens, last_loc, new_slots[first : first + count], page_size)
     bs = last_loc.numel()
     out = torch.empty_like(last_loc)
     if bs:
@@ -304,9 +260,9 @@ def alloc_decode(
         _decode(
             last_loc,
             (cdiv(bs, block), 1),
-            (seq_lens, last_loc, new_slots, seq_lens if order is None else order, out),
+            (seq_lens, last_loc, new_slots, out),
             (bs, first, count),
-            (page_size, order is not None, block),
+            (page_size, block),
             num_warps=max(1, min(_MOST_WARPS, block // _REQUESTS_A_WARP)),
         )
     return out
@@ -316,15 +272,13 @@ def _check_batch(
     last_loc: Tensor,
     new_slots: Tensor,
     page_size: int,
-    order: Tensor | None,
     run: tuple[int, int] | None,
     **lens: Tensor,
 ) -> None:
     """Checks what both launchers share."""
     check_positive("page_size", page_size)
     bs = last_loc.numel()
-    per_request = {**lens, "last_loc": last_loc} | ({} if order is None else {"order": order})
-    for name, tensor in {**per_request, "new_slots": new_slots}.items():
+    for name, tensor in {**lens, "last_loc": last_loc, "new_slots": new_slots}.items():
         check_tensor(name, tensor, 1, (torch.int64,))
         check_contiguous(name, tensor)
         if not (name == "new_slots" or tensor.numel() == bs):
