@@ -3,6 +3,8 @@
     python3 -m benchmarks.sglang_steps --out FOLDER            about 2 minutes on an H200
     python3 -m benchmarks.sglang_steps --smoke --out FOLDER    the same code on a CPU: measures nothing
 
+--attention-backend chooses SGLang's kernels: triton, flashinfer or fa3.
+
 No server and no scheduler: a batch of requests decodes, and between two series its pages are narrowed or moved by hand.
 It needs SGLang on the path, TIDEKV_SGLANG=1, and a folder with a config.json (random weights): --config, or
 $SGLANG_LLAMA8B.
@@ -21,12 +23,13 @@ import json
 import os
 import statistics
 import time
-from array import array
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from benchmarks.sglang_runner import BACKENDS, make_request, make_runner
 
 PAGE_SIZE, PROMPT, REQUESTS, STEPS, WARM = 64, 960, 64, 24, 6
 
@@ -50,35 +53,18 @@ class Clock:
         setattr(owner, name, timed)
 
 
-def make_runner(config: str, smoke: bool) -> Any:
-    """SGLang's model runner with the plugin's hooks."""
-    from sglang.benchmark import one_batch
-    from sglang.srt.server_args import PortArgs, ServerArgs
-
-    from tidekv.sglang_plugin import plugin
-    from tidekv.sglang_plugin.config import read_settings
-
-    plugin.install(read_settings())
-    options: dict[str, Any] = {"device": "cuda", "attention_backend": "triton", "dtype": "bfloat16"}
+def runner_of(config: str, backend: str, smoke: bool) -> Any:
+    """A model runner over random weights of this shape."""
+    options: dict[str, Any] = {"device": "cuda", "attention_backend": backend, "dtype": "bfloat16"}
     if smoke:
         options = {"device": "cpu", "attention_backend": "torch_native", "dtype": "float32"}
     else:
         options |= {"cuda_graph_bs_decode": [1, 8, 64], "disable_prefill_cuda_graph": True}
-    args = ServerArgs(
-        model_path=config, load_format="dummy", skip_tokenizer_init=True, page_size=PAGE_SIZE, log_level="error",
-        max_total_tokens=REQUESTS * (PROMPT + 5 * PAGE_SIZE), max_running_requests=REQUESTS,
-        context_length=512 if smoke else 4096,
-        sampling_backend="pytorch", mem_fraction_static=0.85, disable_overlap_schedule=True, random_seed=1,
-        enable_priority_scheduling=True, default_priority_value=0, **options,
+    return make_runner(
+        config, load_format="dummy", page_size=PAGE_SIZE, max_total_tokens=REQUESTS * (PROMPT + 5 * PAGE_SIZE),
+        max_running_requests=REQUESTS, context_length=512 if smoke else 4096, sampling_backend="pytorch",
+        mem_fraction_static=0.85, random_seed=1, **options,
     )  # fmt: skip
-    if hasattr(args, "resolve_once"):
-        from sglang.srt.runtime_context import publish
-
-        args.resolve_once()
-        publish(args, role="scheduler")
-    one_batch.get_tokenizer = lambda *a, **k: None
-    wrapped, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
-    return wrapped.torch_runner
 
 
 class Batch:
@@ -86,8 +72,6 @@ class Batch:
 
     def __init__(self, runner: Any, vocab: int) -> None:
         from sglang.benchmark import one_batch
-        from sglang.srt.managers.schedule_batch import Req
-        from sglang.srt.sampling.sampling_params import SamplingParams
 
         self.runner, self.tide, self.one_batch = runner, runner.token_to_kv_pool_allocator, one_batch
         runner.req_to_token_pool.clear()
@@ -96,15 +80,10 @@ class Batch:
         self.reqs: list[Any] = []
         self.batch: Any = None
         for begin in range(0, REQUESTS, 8):
-            new = []
-            for index in range(begin, min(REQUESTS, begin + 8)):
-                ids = array("q", rng.integers(0, vocab, PROMPT).tolist())
-                req = Req(str(index), "", ids, SamplingParams(temperature=0, max_new_tokens=1000, ignore_eos=True))
-                req.priority = 5 if index % 3 == 0 else 0
-                req.full_untruncated_fill_ids = req.origin_input_ids
-                req.logprob_start_len = -1
-                req.set_extend_range(0, PROMPT)
-                new.append(req)
+            new = [
+                make_request(index, rng.integers(0, vocab, PROMPT).tolist(), 1000, 5 if index % 3 == 0 else 0)
+                for index in range(begin, min(REQUESTS, begin + 8))
+            ]
             tokens, _, batch = one_batch.extend(new, runner)
             self.tide.end_step()
             batch.output_ids = tokens
@@ -153,11 +132,12 @@ def main() -> int:
         "--config", default=os.environ.get("SGLANG_LLAMA8B"), required="SGLANG_LLAMA8B" not in os.environ
     )
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--attention-backend", choices=BACKENDS, default=BACKENDS[0])
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     if args.smoke:
         globals().update(PAGE_SIZE=16, PROMPT=96, REQUESTS=6, STEPS=3, WARM=3)
-    runner = make_runner(args.config, args.smoke)
+    runner = runner_of(args.config, args.attention_backend, args.smoke)
     from tidekv.attention.captured_steps import CapturedStep
     from tidekv.sglang_plugin import attention as attention_module
     from tidekv.sglang_plugin.graphs import NarrowGraphs
@@ -174,6 +154,7 @@ def main() -> int:
     batch = Batch(runner, int(json.loads((Path(args.config) / "config.json").read_text())["vocab_size"]))
     core, pages = batch.tide.core, PROMPT // PAGE_SIZE
     ladder = core.ledger.ladder
+    kernels = {"sglang": type(attention).__name__, "core": attention.tide_core.name}
     results = [batch.series("full", clock)]
     core.narrow_slots(batch.slots(0, 0, pages), ladder[1])
     core.widen_slots(batch.slots(0, 0, pages))
@@ -195,8 +176,9 @@ def main() -> int:
     results.append(batch.series("exact, launched", clock))
     batch.tide.check()
     args.out.mkdir(parents=True, exist_ok=True)
-    with (args.out / "sglang_steps.json").open("w") as out:
-        json.dump(results, out, indent=1)
+    with (args.out / f"sglang_steps_{args.attention_backend}.json").open("w") as out:
+        json.dump(kernels | {"series": results}, out, indent=1)
+    print(json.dumps(kernels))
     for result in results:
         print(json.dumps(result), flush=True)
     return 0

@@ -2,27 +2,33 @@
 hand.
 
     SGLANG_USE_CPU_ENGINE=1 TIDEKV_SGLANG=1 python tests/sglang/one_runner.py FOLDER OUT      writes one JSON object
-    ... --triton      with TRITON_INTERPRET=1: SGLang's Triton backend over pages that have moved
-    TIDEKV_SGLANG=1 python tests/sglang/one_runner.py FOLDER OUT --cuda      the first with real graphs
+    ... --backend triton      with TRITON_INTERPRET=1: SGLang's Triton backend over pages that have moved
+    ... --backend flashinfer, or fa3      the same, these backends' own kernels in torch (`torch_kernels.py`)
+    TIDEKV_SGLANG=1 python tests/sglang/one_runner.py FOLDER OUT --cuda --backend triton      the first with real graphs
+
+The repository's root must be on PYTHONPATH, for `benchmarks/sglang_runner.py`.
 
 Each run decodes the same requests step by step and keeps the logits; runs differ in what narrows, and how it is read.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch_kernels
+from benchmarks.sglang_runner import BACKENDS, make_request, make_runner
 
 PAGE_SIZE, LAYERS, STEPS = 4, 8, 24
 PROMPTS = (30, 9, 17, 22)
 POOL_TOKENS = 1024
+CUT = 14  # tokens of a first chunk: 3 pages and a half
 
 
 def write_model(folder: Path) -> None:
@@ -41,72 +47,74 @@ def write_model(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(text))
 
 
-def make_runner(folder: Path, **options: Any) -> Any:
-    """SGLang's model runner with the plugin's hooks, as `sglang.benchmark.one_batch` makes it. options: arguments of
-    the server in place of these, which are for a CPU."""
-    from sglang.benchmark import one_batch
-    from sglang.srt.server_args import PortArgs, ServerArgs
-
-    from tidekv.sglang_plugin import plugin
-    from tidekv.sglang_plugin.config import read_settings
-
+def runner_of(folder: Path, **options: Any) -> Any:
+    """A model runner over the tiny model. options: arguments of the server in place of these, which are for a CPU."""
     if not (folder / "config.json").is_file():
         write_model(folder)
-    plugin.install(read_settings())
     common: dict[str, Any] = {
         "device": "cpu", "attention_backend": "torch_native", "dtype": "float32", "page_size": PAGE_SIZE,
-        "max_total_tokens": POOL_TOKENS, "max_running_requests": 8, "context_length": 256, "log_level": "error",
+        "max_total_tokens": POOL_TOKENS, "max_running_requests": 8, "context_length": 256,
     }  # fmt: skip
-    args = ServerArgs(
-        model_path=str(folder), disable_overlap_schedule=True, enable_priority_scheduling=True,
-        default_priority_value=0, skip_tokenizer_init=True, **common | options,
-    )  # fmt: skip
-    if hasattr(args, "resolve_once"):  # 0.5.20: arguments are resolved and published by whoever starts a process
-        from sglang.srt.runtime_context import publish
+    return make_runner(str(folder), **common | options)
 
-        args.resolve_once()
-        publish(args, role="scheduler")
-    one_batch.get_tokenizer = lambda *a, **k: None
-    wrapped, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
-    return wrapped.torch_runner
+
+def row_of(req: Any) -> int:
+    """The request's row of `req_to_token`."""
+    from tidekv.sglang_plugin import page_mirror
+
+    return page_mirror.row_of(req)
 
 
 class Run:
     """One batch from its prefill to its last decode step."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(
+        self, runner: Any, forced: Run | None = None, cut: int = 0, between: Callable[[Run], None] = lambda made: None
+    ) -> None:
+        """forced: every step continues with the tokens that this run chose, so that one other token does not make all
+        that follow differ. cut: prompts are prefilled in two steps, as chunks, the first of so many tokens;
+        `between(run)` is called before the second."""
         from sglang.benchmark import one_batch
-        from sglang.srt.managers.schedule_batch import Req
-        from sglang.srt.sampling.sampling_params import SamplingParams
 
-        self.runner, self.tide = runner, runner.token_to_kv_pool_allocator
+        self.runner, self.tide, self.forced = runner, runner.token_to_kv_pool_allocator, forced
         self.one_batch = one_batch
         runner.req_to_token_pool.clear()
         self.tide.clear()
         rng = np.random.default_rng(1)
-        self.reqs = []
-        for index, length in enumerate(PROMPTS):
-            ids = array("q", rng.integers(0, 128, length).tolist())
-            req = Req(str(index), "", ids, SamplingParams(temperature=0, max_new_tokens=STEPS))
-            req.priority = 5 if index == 1 else 0
-            req.full_untruncated_fill_ids = req.origin_input_ids
-            req.logprob_start_len = -1
-            req.set_extend_range(0, length)
-            self.reqs.append(req)
+        self.reqs = [
+            make_request(index, rng.integers(0, 128, length).tolist(), STEPS, 5 if index == 1 else 0)
+            for index, length in enumerate(PROMPTS)
+        ]
+        self.logits: list[torch.Tensor] = []
+        self.chosen: list[list[int]] = []
+        self.streamed = -streamed_bytes(runner)
+        if cut:
+            for req in self.reqs:
+                req.set_extend_range(0, min(cut, len(req.origin_input_ids) - 1))
+            one_batch.extend(self.reqs, runner)
+            self.tide.end_step()
+            between(self)
+            for req in self.reqs:
+                begin = min(cut, len(req.origin_input_ids) - 1)
+                row = runner.req_to_token_pool.req_to_token[row_of(req), :begin]
+                req.prefix_indices = row.to(req.prefix_indices.dtype)
+                req.set_extend_range(begin, len(req.origin_input_ids))
         self.tokens, logits, self.batch = one_batch.extend(self.reqs, runner)
-        self.logits = [logits.clone()]
-        self.chosen = [self.tokens.tolist()]
+        self.logits.append(logits.clone())
+        self.chosen.append(self.tokens.tolist())
         self.tide.end_step()
 
     def pages(self, index: int, begin: int, end: int) -> np.ndarray:
         """Slots of pages [begin, end) of a request."""
-        num = np.array([-(-len(self.logits) // PAGE_SIZE) + PROMPTS[index] // PAGE_SIZE])
+        num = np.array([-(-max(1, len(self.logits)) // PAGE_SIZE) + PROMPTS[index] // PAGE_SIZE])
         ids = self.tide.mirror.ids_of([self.reqs[index]], np.minimum(num, end))[0, begin:]
         return np.asarray(self.tide.pages.slots_of(ids))
 
     def step(self) -> None:
-        from tidekv.sglang_plugin.page_mirror import read_rows, row_of
+        from tidekv.sglang_plugin.page_mirror import read_rows
 
+        if self.forced is not None:
+            self.tokens = torch.tensor(self.forced.chosen[len(self.chosen) - 1], device=self.tokens.device)
         self.tokens, logits = self.one_batch.decode(self.tokens, self.batch, self.runner)
         self.logits.append(logits.clone())
         self.chosen.append(self.tokens.tolist())
@@ -120,13 +128,19 @@ class Run:
         self.tide.check()
 
 
-def run(runner: Any, before: Callable[[Run, int], None], steps: int = STEPS) -> Run:
+def run(runner: Any, before: Callable[[Run, int], None], steps: int = STEPS, forced: Run | None = None) -> Run:
     """Prefill and all steps; `before(run, step)` narrows or widens."""
-    made = Run(runner)
+    made = Run(runner, forced)
     for step in range(steps):
         before(made, step)
         made.step()
+    made.streamed += streamed_bytes(runner)
     return made
+
+
+def streamed_bytes(runner: Any) -> int:
+    """Bytes that came from the host for steps, in all runs."""
+    return int(runner.attn_backend.tide_core.streamer.bytes_in)
 
 
 def narrowing(made: Run, step: int) -> None:
@@ -143,11 +157,35 @@ def narrowing(made: Run, step: int) -> None:
 
 
 def moving(made: Run, step: int) -> None:
-    """Narrowed and widened at once: everything is full width, and lies elsewhere."""
+    """Everything is full width, and lies elsewhere."""
     if step == 5:
-        slots = made.pages(0, 0, 5)
-        made.tide.core.narrow_slots(slots, made.tide.core.ledger.ladder[1])
-        made.tide.core.widen_slots(made.pages(0, 0, 5))
+        move(made, 5)
+
+
+def move(made: Run, num_pages: int) -> None:
+    """Narrowed and widened at once: the first pages of the first request."""
+    made.tide.core.narrow_slots(made.pages(0, 0, num_pages), made.tide.core.ledger.ladder[1])
+    made.tide.core.widen_slots(made.pages(0, 0, num_pages))
+
+
+def in_core(narrows: Callable[[Run, int], None]) -> Callable[[Run, int], None]:
+    """For an attention that lists no rows: a page of the first request moves at once, so that the core reads every
+    step of the batch."""
+
+    def before(made: Run, step: int) -> None:
+        if step == 0:
+            move(made, 1)
+        narrows(made, step)
+
+    return before
+
+
+def two_prefills(runner: Any, between: Callable[[Run], None]) -> Run:
+    """Prompts in two chunks: the second one's prefix is read from the pool."""
+    made = Run(runner, None, CUT, between)
+    made.step()
+    made.streamed += streamed_bytes(runner)
+    return made
 
 
 def old_pages_narrow(made: Run, step: int) -> None:
@@ -157,46 +195,68 @@ def old_pages_narrow(made: Run, step: int) -> None:
         made.tide.core.narrow_slots(slots, made.tide.core.ledger.ladder[2])
 
 
-def main(folder: Path, cuda: bool) -> dict[str, Any]:
+def main(folder: Path, cuda: bool, backend: str) -> dict[str, Any]:
     """Every run; what the tests look at."""
     from sglang.version import __version__
 
     from tidekv.sglang_plugin.graphs import NarrowGraphs
     from tidekv.sglang_plugin.window import Window
 
-    on_cuda: dict[str, Any] = {"device": "cuda", "attention_backend": "triton", "sampling_backend": "pytorch"}
+    on_cuda: dict[str, Any] = {"device": "cuda", "attention_backend": backend, "sampling_backend": "pytorch"}
     # SGLang's kernels for CUDA have no fp32: what other kernels compute there differs by bf16's rounding, what the same
     # kernels compute (moved pages) does not differ at all.
-    on_cuda |= {"dtype": "bfloat16", "disable_prefill_cuda_graph": True}
-    runner = make_runner(folder, **(on_cuda if cuda else {}))
+    on_cuda |= {"dtype": "bfloat16", "disable_prefill_cuda_graph": True, "cuda_graph_bs_decode": [1, 8]}
+    runner = runner_of(folder, **(on_cuda if cuda else {}))
     attention, allocator = runner.attn_backend, runner.token_to_kv_pool_allocator
-    out: dict[str, Any] = {"sglang": __version__}
+    out: dict[str, Any] = {"sglang": __version__, "backend": type(attention).__name__, "core": attention.tide_core.name}
 
     def compare(name: str, made: Run, reference: Run) -> None:
-        off = [float((a - b).abs().max()) for a, b in zip(made.logits, reference.logits, strict=True)]
+        pairs = [(a.float().cpu(), b.float().cpu()) for a, b in zip(made.logits, reference.logits, strict=True)]
+        off = [float((a - b).abs().max()) for a, b in pairs]
         graphs = attention.narrow_graphs
         out[name] = {
             "largest_difference": max(off),
+            "typical_difference": float(np.mean([(a - b).abs().mean() for a, b in pairs])),
             "same_tokens": made.chosen == reference.chosen,
+            "moved_steps": attention.num_moved,
             "replays": graphs.steps.narrow_replays if graphs else 0,
             "displaced": int(made.tide.pages.displaced),
             "read_back": int(made.tide.mirror.num_read_back),
-            "streamed": int(attention.tide_core.streamer.bytes_in),
+            "streamed": made.streamed,
         }
         print(name, out[name], file=sys.stderr, flush=True)
+
+    plain: Run | None = None  # its tokens are all others'
 
     def captured(narrows: Callable[[Run, int], None]) -> Run:
         attention.captures_narrow = True
         attention.narrow_graphs = NarrowGraphs(runner, attention, capture=cuda)
-        return run(runner, narrows)
+        return run(runner, narrows, forced=plain)
 
     def launched(narrows: Callable[[Run, int], None]) -> Run:
         attention.captures_narrow, attention.narrow_graphs = False, None
-        return run(runner, narrows)
+        return run(runner, narrows, forced=plain)
 
-    plain = launched(lambda made, step: None)
+    def nothing(made: Run, step: int) -> None:
+        pass
+
+    plain = launched(nothing)
     out["spread"] = float(max(logits.std() for logits in plain.logits))
     compare("moved", launched(moving), plain)
+    graphs, runner.decode_cuda_graph_runner = runner.decode_cuda_graph_runner, None
+    eager_plain = launched(nothing)
+    compare("moved_launched", launched(moving), eager_plain)
+    runner.decode_cuda_graph_runner = graphs
+    whole = two_prefills(runner, lambda made: None)
+    compare("moved_prefix", two_prefills(runner, lambda made: move(made, CUT // PAGE_SIZE)), whole)
+    # What is narrowed is compared with SGLang's own kernels, and with the core's at full width: the former differ by
+    # how they sum, the latter by nothing but where K and V come from.
+    lists_rows = attention.lists_rows
+    attention.lists_rows = False
+    core = launched(in_core(nothing))
+    compare("core", core, plain)
+    compare("narrow_in_core", launched(in_core(narrowing)), core)
+    attention.lists_rows = lists_rows
     eager = launched(narrowing)
     compare("eager", eager, plain)
     replayed = captured(narrowing)
@@ -212,26 +272,36 @@ def main(folder: Path, cuda: bool) -> dict[str, Any]:
     return out
 
 
-def main_triton(folder: Path) -> dict[str, Any]:
-    """Moved pages under SGLang's Triton kernels, in Triton's interpreter: launched, and listed as for a replay."""
-    runner = make_runner(folder, attention_backend="triton")
+def main_lists(folder: Path, backend: str) -> dict[str, Any]:
+    """Moved pages under one of SGLang's backends for CUDA, on a CPU: read by launched steps, listed as for a replay.
+
+    SGLang's Triton kernels run in Triton's interpreter; those of FlashInfer and FlashAttention are `torch_kernels`.
+    """
+    if backend != "triton":
+        torch_kernels.stand_in(backend)
+    runner = runner_of(folder, attention_backend=backend)
     plain = run(runner, lambda made, step: None, 3)
+    prefix = two_prefills(runner, lambda made: None)
+    moved_prefix = two_prefills(runner, lambda made: move(made, CUT // PAGE_SIZE))
+    prefix_displaced = int(moved_prefix.tide.pages.displaced)
     moved = run(runner, lambda made, step: moving(made, 5) if step == 1 else None, 3)
-    off = [float((a - b).abs().max()) for a, b in zip(moved.logits, plain.logits, strict=True)]
-    launched, replayed, padded, own = listed_rows(runner, moved)
+
+    def off(made: Run, reference: Run) -> float:
+        return max(float((a - b).abs().max()) for a, b in zip(made.logits, reference.logits, strict=True))
+
     return {
-        "largest_difference": max(off),
+        "backend": type(runner.attn_backend).__mro__[1].__name__,
+        "largest_difference": off(moved, plain),
         "displaced": int(moved.tide.pages.displaced),
-        "launched": launched,
-        "replayed": replayed,
-        "padded": padded,
-        "own_locs_are_back": own,
-    }
+        "prefix_difference": off(moved_prefix, prefix),
+        "prefix_displaced": prefix_displaced,
+        "spread": float(plain.logits[0].std()),
+    } | listed_rows(runner, moved, backend)
 
 
-def listed_rows(runner: Any, made: Run) -> tuple[list[int], list[int], list[int], bool]:
-    """(rows that the next step reads if it is launched, if it is replayed, and those of padding; whether SGLang's
-    batch has its own locations again)."""
+def listed_rows(runner: Any, made: Run, backend: str) -> dict[str, Any]:
+    """The rows that the next step reads if it is launched, if it is replayed, and those of a graph's padding; where its
+    pages really lie; whether SGLang's batch has its own locations again."""
     from types import SimpleNamespace
 
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -242,25 +312,64 @@ def listed_rows(runner: Any, made: Run) -> tuple[list[int], list[int], list[int]
     attention, locs = runner.attn_backend, batch.out_cache_loc
     count, padding = len(PROMPTS), 2
     attention.init_cuda_graph_state(8, 8)
+    lens = torch.cat([batch.seq_lens, torch.ones(padding, dtype=batch.seq_lens.dtype)])
+    view = SimpleNamespace(
+        batch_size=count + padding, forward_mode=batch.forward_mode, spec_info=None, encoder_lens=None,
+        req_pool_indices=torch.cat([batch.req_pool_indices, batch.req_pool_indices.new_zeros(padding)]),
+        seq_lens=lens, seq_lens_cpu=lens, seq_lens_sum=int(lens.sum()), out_cache_loc=batch.out_cache_loc,
+        positions=lens - 1,
+    )  # fmt: skip
+    if backend != "triton":  # these make what a graph reads when it is captured
+        attention.init_forward_metadata_out_graph(view, in_capture=True)
     with attention.planned(batch):
         attention.init_forward_metadata(batch)
-        launched = attention.forward_metadata.kv_indices.tolist()
-        lens = torch.cat([batch.seq_lens, torch.ones(padding, dtype=batch.seq_lens.dtype)])
-        view = SimpleNamespace(
-            batch_size=count + padding, forward_mode=batch.forward_mode, spec_info=None, encoder_lens=None,
-            req_pool_indices=torch.cat([batch.req_pool_indices, batch.req_pool_indices.new_zeros(padding)]),
-            seq_lens=lens, seq_lens_cpu=lens, seq_lens_sum=int(lens.sum()), out_cache_loc=batch.out_cache_loc,
-        )  # fmt: skip
+        launched = read_by(attention, backend, count, lens[:count], captured=False)
+        view.out_cache_loc = batch.out_cache_loc
         attention.init_forward_metadata_out_graph(view)
-        rows = attention.cuda_graph_kv_indices[: int(lens.sum())].tolist()
-    return launched, rows[:-padding], rows[-padding:], batch.out_cache_loc is locs
+        replayed = read_by(attention, backend, count + padding, lens, captured=True)
+        new = batch.out_cache_loc.tolist()
+    lie = []
+    for index, length in enumerate(lens[:count].tolist()):
+        ids = made.tide.mirror.ids_of([made.reqs[index]], np.array([-(-length // PAGE_SIZE)]))[0]
+        first = made.tide.pages.first_locs(ids)
+        lie += [int(first[t // PAGE_SIZE]) + t % PAGE_SIZE for t in range(length)]
+    return {
+        "launched": launched,
+        "replayed": replayed[:-padding],
+        "padded": replayed[-padding:],
+        "lie": lie,
+        "written": new,
+        "last": [lie[end - 1] for end in torch.cumsum(lens[:count], 0).tolist()],
+        "own_locs_are_back": batch.out_cache_loc is locs,
+    }
 
 
-def write(folder: Path, out: Path, *flags: str) -> None:
-    """Run what the flags say."""
-    found = main_triton(folder) if "--triton" in flags else main(folder, "--cuda" in flags)
-    out.write_text(json.dumps(found, indent=1))
+def read_by(attention: Any, backend: str, count: int, lens: torch.Tensor, *, captured: bool) -> list[int]:
+    """Rows that SGLang's kernels would read, request after request, from the tensor that they are given."""
+    total = int(lens.sum())
+    if backend == "triton":
+        rows = attention.cuda_graph_kv_indices if captured else attention.forward_metadata.kv_indices
+        return list(rows[:total].tolist())
+    if backend == "flashinfer":
+        metadata = (
+            attention.decode_cuda_graph_metadata[count] if captured else attention.forward_metadata.decode_wrappers
+        )
+        return list(metadata[0]._paged_kv_indices_buf[:total].tolist())
+    table = (attention.decode_cuda_graph_metadata[count] if captured else attention.forward_metadata).page_table
+    return [
+        int(table[b, t // PAGE_SIZE]) * PAGE_SIZE + t % PAGE_SIZE for b in range(count) for t in range(int(lens[b]))
+    ]
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of the tiny model, made if it is not there")
+    parser.add_argument("out", type=Path, help="JSON file to write")
+    parser.add_argument("--cuda", action="store_true")
+    parser.add_argument("--backend", choices=BACKENDS)
+    args = parser.parse_args()
+    on_lists = args.backend is not None and not args.cuda
+    found = (
+        main_lists(args.folder, args.backend) if on_lists else main(args.folder, args.cuda, args.backend or "triton")
+    )
+    args.out.write_text(json.dumps(found, indent=1))

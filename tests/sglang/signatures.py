@@ -56,5 +56,7 @@ def stored() -> dict[str, dict[str, tuple[str, ...] | None]]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     pairs = [argument.split("=", 1) for argument in sys.argv[1:]]
     STORED.write_text(json.dumps({v: read_signatures(Path(f)) for v, f in pairs}, indent=1) + "\n", encoding="utf-8")

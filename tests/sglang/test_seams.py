@@ -34,11 +34,14 @@ def test_installed_signatures_fit() -> None:
 def test_a_changed_seam_is_named() -> None:
     signatures = dict(stored()[seams.RUN_HERE])
     gone, changed = seams.SEAMS[0].path, seams.SEAMS[1].path
+    fields = next(seam.path for seam in seams.SEAMS if seam.name == "FlashAttentionMetadata")
     signatures[gone] = None
     signatures[changed] = ("self", "tokens")
-    first, second = seams.differences(signatures)
+    signatures[fields] = ("swa_page_table", "cu_seqlens_q")
+    first, second, third = seams.differences(signatures)
     assert first == f"{gone} is not there"
     assert second.startswith(f"{changed} takes (self, tokens)")
+    assert third == f"{fields} has no page_table"
 
 
 def test_another_version_is_refused() -> None:

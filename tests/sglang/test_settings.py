@@ -108,12 +108,29 @@ def test_overlap_on_a_gpu_has_to_be_asked_for() -> None:
         assert refusals.refused_overlap(*fine) == []
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_attention_backends_on_a_gpu(device: str) -> None:
+    for name in ("triton", "flashinfer", "fa3"):
+        assert refusals.refused_backends(name, name, device) == []
+    (reason,) = refusals.refused_backends("trtllm_mha", "trtllm_mha", device)
+    assert reason.endswith("set --attention-backend triton, or flashinfer or fa3")
+    (reason,) = refusals.refused_backends("fa3", "flashinfer", device)
+    assert reason.startswith("prefills are read by fa3, decodes by flashinfer: set one --attention-backend for both")
+
+
+def test_attention_backends_on_a_cpu() -> None:
+    assert refusals.refused_backends("torch_native", "torch_native", "cpu") == []
+    (reason,) = refusals.refused_backends("intel_amx", "intel_amx", "cpu")
+    assert reason.endswith("set --attention-backend torch_native")
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
         ({"page_size": 1}, "--page-size"),
         ({"use_mla_backend": True}, "MLA"),
-        ({"is_hybrid_swa": True}, "sliding-window"),
+        ({"is_hybrid_swa": True}, "pool of their own"),
+        ({"sliding_window_size": 1023}, "sliding-window"),
         ({"mambaish_config": object()}, "state-space"),
         ({"kv_cache_dtype": torch.float8_e4m3fn}, "--kv-cache-dtype"),
         ({"post_capture_kv_active": True}, "post-capture"),
@@ -122,6 +139,7 @@ def test_overlap_on_a_gpu_has_to_be_asked_for() -> None:
 def test_each_model_property_is_refused_by_name(change: dict[str, object], word: str) -> None:
     fine = {
         "page_size": 16, "use_mla_backend": False, "is_hybrid_swa": False, "is_draft_worker": False,
+        "sliding_window_size": None,
         "kv_cache_dtype": torch.bfloat16, "model_config": SimpleNamespace(is_encoder_decoder=False),
         "layer_info": SimpleNamespace(num_effective_layers=32),
     }  # fmt: skip

@@ -5,7 +5,7 @@
     plugin.py         the entry point: which hooks, and the refusal to start if one did not take
     seams.py          every place of SGLang that is touched, with its signature and the versions it was read in
     refusals.py       what this plugin cannot serve, as messages that name the flag
-    build.py          sizes, pool, allocator and attention, made in the places of SGLang's
+    build.py          sizes, pool and allocator, made in the places of SGLang's
     hooks.py          what SGLang calls while it runs
     allocator.py      SGLang's allocator contract in virtual page ids, over the core's allocator
     virtual_pages.py  virtual page id -> slot: the one table that a repack rewrites
@@ -16,7 +16,8 @@
     page_mirror.py    which virtual pages each row names, on the host
     pool.py           SGLang's per-layer buffers as views of the core's flat tensors
     batch_plan.py     from SGLang's forward batch to the core's packed batch
-    attention.py      SGLang's attention backends, with the core's attention where a batch is narrowed
+    attention.py      what stands before SGLang's attention backends: the core's attention where a batch is narrowed
+    backends.py       those backends, and how each is told where moved pages lie
     graphs.py         narrowed decode steps replayed; forward_hooks.py: where a forward is planned
     metrics.py        tidekv:... beside sglang:..., and the log lines
 

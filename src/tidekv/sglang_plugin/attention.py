@@ -1,9 +1,9 @@
-"""SGLang's attention backends: SGLang's own kernels and graphs wherever a batch is full width, the core's attention
-wherever it is narrowed.
+"""What stands before each of SGLang's attention backends: SGLang's own kernels and graphs wherever a batch is full
+width, the core's attention wherever it is narrowed.
 
-    full width, pages under their own ids    the base class, untouched
-    full width, pages elsewhere              the base class over translated locations, captured graphs included
-    narrowed                                 the core's attention; decode steps replay graphs of our own (`graphs.py`)
+    full width, pages under their own ids   SGLang's class, untouched
+    full width, pages elsewhere             SGLang's class over a list of where they lie (`backends.py`), also in graphs
+    narrowed                                the core's attention; decode steps replay graphs of our own (`graphs.py`)
 
 `planned` decides once for a whole forward, before SGLang asks whether a graph can run.
 """
@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from tidekv.attention.backend import AttentionBackend
 from tidekv.attention.page_tables import HostBatch
-from tidekv.errors import ConfigError
-from tidekv.kernels.row_lists import fill_rows_
+from tidekv.errors import ConfigError, InvariantError
 from tidekv.memory.upload import upload
 from tidekv.sglang_plugin.allocator import TideAllocator
 from tidekv.sglang_plugin.batch_plan import Moved, plan_batch
@@ -33,7 +32,13 @@ else:
 
 
 class TideAttention(_Base):  # type: ignore[misc]  # a mixin before one of SGLang's backends
-    """Layers run in order, as SGLang's models do."""
+    """Layers run in order, as SGLang's models do.
+
+    lists_rows   SGLang's class lists what its kernels read, and `list_moved` rewrites that list; where it does not, the
+                 core reads moved pages, too
+    """
+
+    lists_rows: ClassVar[bool] = True
 
     def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(model_runner, *args, **kwargs)
@@ -48,8 +53,6 @@ class TideAttention(_Base):  # type: ignore[misc]  # a mixin before one of SGLan
             allocator.mirror = PageMirror(allocator.pages, self.tide_rows.req_to_token)
         self.captures_narrow = True  # where SGLang captures decode steps, too
         self.narrow_graphs: Any = None  # NarrowGraphs, once there was a narrowed step
-        # Triton's backend lists the rows that it reads; torch_native reads `req_to_token` itself, in its kernels.
-        self.tide_lists_rows = hasattr(self, "kv_indptr")
         self.tide_plan: HostBatch | Moved | None = None
         self._planned = False
         self.num_narrow = self.num_moved = 0  # decode steps of each kind
@@ -68,7 +71,7 @@ class TideAttention(_Base):  # type: ignore[misc]  # a mixin before one of SGLan
             self.num_narrow += isinstance(plan, HostBatch)
             self.num_moved += isinstance(plan, Moved)
         if isinstance(plan, Moved):
-            if self.tide_lists_rows:
+            if self.lists_rows:
                 locs, first_locs = upload(self.tide.core.device, (plan.locs, plan.first_locs))
                 forward_batch.out_cache_loc = locs
                 self._first_locs = first_locs.view(plan.first_locs.shape)
@@ -94,25 +97,28 @@ class TideAttention(_Base):  # type: ignore[misc]  # a mixin before one of SGLan
             self._in_core = True
             return
         super().init_forward_metadata(forward_batch)
-        if isinstance(self.tide_plan, Moved):
-            metadata = self.forward_metadata
-            self._translate(metadata.kv_indices, metadata.kv_indptr, forward_batch)
+        self._list_moved(forward_batch, False)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """SGLang's, before a captured step is replayed (or captured)."""
         super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
-        if isinstance(self.tide_plan, Moved):
-            indptr = self.kv_indptr[: forward_batch.batch_size + 1]
-            self._translate(self.cuda_graph_kv_indices, indptr, forward_batch)
+        self._list_moved(forward_batch, True)
 
-    def _translate(self, kv_indices: torch.Tensor, kv_indptr: torch.Tensor, forward_batch: Any) -> None:
-        """An extend lists its prefixes only, a decode step every token."""
-        plan = self.tide_plan
-        assert isinstance(plan, Moved)
-        assert self._first_locs is not None
-        lens = plan.kv_lens if forward_batch.forward_mode.is_decode() else plan.kv_lens - plan.q_lens
-        if lens.any():
-            fill_rows_(kv_indices, kv_indptr, self._first_locs, self.tide.pages.page_size, int(lens.max()))
+    def _list_moved(self, forward_batch: Any, captured: bool) -> None:
+        moved = self.tide_plan
+        if not isinstance(moved, Moved):
+            return
+        if self._first_locs is None:
+            raise InvariantError(f"{type(self).__name__} is asked to list moved pages, but `planned` uploaded none")
+        self.list_moved(moved, self._first_locs, forward_batch, captured)
+
+    def list_moved(self, moved: Moved, first_locs: torch.Tensor, forward_batch: Any, captured: bool) -> None:
+        """Rewrite SGLang's list of what this batch reads, on the current stream, without waiting for it.
+
+        first_locs: [B, N] int64 on the device, `moved.first_locs`. captured: the list is that of a decode graph, whose
+        `forward_batch` is padded to `forward_batch.batch_size`; padding reads the sink page.
+        """
+        raise InvariantError(f"{type(self).__name__} keeps no list of what it reads")
 
     def told(self) -> str:
         """How decode steps ran so far, for the log."""

@@ -1,5 +1,4 @@
-"""Made once in a scheduler process: sizes, pool, allocator, attention. Each function wraps a method of SGLang's
-(`original`), but for the attention backends, which go by name."""
+"""Made once in a scheduler process: sizes, pool, allocator. Each function wraps a method of SGLang's (`original`)."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ from tidekv.geometry import MIN_SLOT_WIDTH
 from tidekv.memory.host_pool import HostKVPool
 from tidekv.sglang_plugin import refusals
 from tidekv.sglang_plugin.allocator import TideAllocator, TideCore
-from tidekv.sglang_plugin.attention import TideAttention
 from tidekv.sglang_plugin.capacity import Capacity, default_host_pages, machine_memory_bytes, plan_capacity
 from tidekv.sglang_plugin.config import Settings
 from tidekv.sglang_plugin.metrics import Reporter
@@ -60,6 +58,7 @@ def derive_pool_sizes(original: Original, configurator: Any, *, config: Any) -> 
     refusals.refuse(
         refusals.refused_flags(args)
         + refusals.refused_model(configurator)
+        + refusals.refused_backends(*chosen_backends(args), configurator.device)
         + refusals.refused_overlap(not args.disable_overlap_schedule, configurator.device, tide.settings.overlap)
     )
     sizes = original(configurator, config=config)
@@ -89,6 +88,15 @@ def derive_pool_sizes(original: Original, configurator: Any, *, config: Any) -> 
     )
     tide.low_values_first = bool(args.schedule_low_priority_values_first)
     return _replace(sizes, max_total_num_tokens=tide.capacity.virtual_pages * page_size)
+
+
+def chosen_backends(args: Any) -> tuple[str, str]:
+    """(prefill, decode): the attention backends that were asked for, or that SGLang chose."""
+    if hasattr(args, "get_attention_backends"):  # 0.5.17, where the arguments themselves are resolved
+        prefill, decode = args.get_attention_backends()
+    else:
+        prefill, decode = importlib.import_module("sglang.srt.runtime_context").attention_backends()
+    return prefill, decode
 
 
 def _replace(record: Any, **changes: Any) -> Any:
@@ -149,21 +157,3 @@ def build_allocator(
     if settings.low_reads == "window":
         allocator.window = Window(settings.window_tokens, geometry.page_size)
     return allocator
-
-
-def register_attention_backends() -> None:
-    """Ours over the names that SGLang knows, so that everything that goes by name goes on working."""
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
-
-    def torch_native(runner: Any) -> Any:
-        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-        return type("TideTorchNative", (TideAttention, TorchNativeAttnBackend), {})(runner)
-
-    def triton(runner: Any) -> Any:
-        from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-
-        return type("TideTriton", (TideAttention, TritonAttnBackend), {})(runner)
-
-    register_attention_backend("torch_native")(torch_native)
-    register_attention_backend("triton")(triton)

@@ -240,8 +240,7 @@ def scheduler_init(original: Original, scheduler: Any, *args: Any, **kwargs: Any
         ("attention backend", runner.attn_backend, TideAttention),
     ):
         if not isinstance(made, wanted):
-            advice = "set --attention-backend triton (or torch_native on a CPU)" if wanted is TideAttention else ""
-            reasons.append(f"the {name} is {type(made).__name__}, not tidekv's. {advice}".rstrip())
+            reasons.append(f"the {name} is {type(made).__name__}, not tidekv's: its hook did not take")
     reasons += refusals.refused_overlap(scheduler.enable_overlap, scheduler.device, tide.settings.overlap)
     refusals.refuse(reasons)
     capacity = tide.capacity

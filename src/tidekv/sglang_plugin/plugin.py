@@ -31,14 +31,14 @@ def install(settings: config.Settings) -> None:
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        from tidekv.sglang_plugin import build, hooks
+        from tidekv.sglang_plugin import backends, build, hooks
     except ImportError as error:
         raise ConfigError(f"SGLang {__version__} lacks something that tidekv builds on: {error}") from error
     build.begin(settings)
     wanted = hooks.hooks()
     for seam, hook in wanted.items():
         HookRegistry.register(seam.path, hook, HookType.AROUND)
-    build.register_attention_backends()
+    backends.register()
     HookRegistry.apply_hooks()
     missing = [seam.path for seam in wanted if not hooks.is_hooked(seam)]
     if missing:

@@ -58,6 +58,11 @@ def refused_model(configurator: Any) -> list[str]:
         ("use_mla_backend", lambda: bool(configurator.use_mla_backend), "MLA has one latent buffer, not K and V"),
         ("is_hybrid_swa", lambda: bool(configurator.is_hybrid_swa), "sliding-window layers have a pool of their own"),
         (
+            "sliding_window_size",  # without a pool of their own, too
+            lambda: not configurator.is_hybrid_swa and configurator.sliding_window_size is not None,
+            "sliding-window layers do not see all pages",
+        ),
+        (
             "mambaish_config",
             lambda: getattr(configurator, "mambaish_config", None) is not None,
             "state-space layers have a pool of their own",
@@ -90,6 +95,27 @@ def refused_model(configurator: Any) -> list[str]:
             value = getattr(configurator, name, None)
             out.append(f"{name}{'' if value is None else f'={value!r}'}: {advice}")
     return out
+
+
+# Backends that `backends.py` serves, by kind of device.
+BACKENDS: Mapping[str, tuple[str, ...]] = {"cuda": ("triton", "flashinfer", "fa3"), "cpu": ("torch_native",)}
+
+
+def refused_backends(prefill: str, decode: str, device: object) -> list[str]:
+    """SGLang's attention backends, as asked for or as it chose them. Triton's interpreter reads from a CPU, too: a test
+    needs no other switch for it."""
+    served = BACKENDS.get(str(device).split(":")[0], BACKENDS["cuda"])
+    if prefill != decode:
+        return [
+            f"prefills are read by {prefill}, decodes by {decode}: set one --attention-backend for both "
+            f"({', '.join(served)}), without --prefill-attention-backend and --decode-attention-backend"
+        ]
+    if prefill in {name for names in BACKENDS.values() for name in names}:
+        return []
+    return [
+        f"attention backend {prefill!r} (SGLang's choice, where none is set): set --attention-backend {served[0]}"
+        + (f", or {' or '.join(served[1:])}" if served[1:] else "")
+    ]
 
 
 def refused_overlap(is_on: bool, device: object, allowed: bool) -> list[str]:

@@ -20,13 +20,14 @@ RUN_HERE = "0.5.20"  # served end to end by the tests; the others are checked by
 class Seam:
     """path: module, class, function. parameters: names in order, `*` where keyword-only ones begin.
 
-    how   "hook": wrapped; "override": a method of ours replaces it in a subclass; "call": we call it
+    how   "hook": wrapped; "override": a method of ours replaces it in a subclass; "call": we call it; "fields": a class
+          of which we read these fields, in whatever order it has them
     """
 
     module: str
     name: str
     parameters: tuple[str, ...]
-    how: Literal["hook", "override", "call"]
+    how: Literal["hook", "override", "call", "fields"]
     cuda_only: bool = False
 
     @property
@@ -108,6 +109,8 @@ SEAMS: tuple[Seam, ...] = (
         for module, cls, attention in (
             ("torch_native_backend", "TorchNativeAttnBackend", _ATTENTION),
             ("triton_backend", "TritonAttnBackend", _TRITON),
+            ("flashinfer_backend", "FlashInferAttnBackend", _ATTENTION),
+            ("flashattention_backend", "FlashAttentionBackend", _ATTENTION),
         )
         for name, parameters in (
             ("init_forward_metadata", ("self", "forward_batch")),
@@ -115,8 +118,23 @@ SEAMS: tuple[Seam, ...] = (
             ("forward_decode", attention),
         )
     ),
-    Seam("layers.attention.triton_backend", "TritonAttnBackend.init_forward_metadata_out_graph",
-         ("self", "forward_batch", "in_capture"), "override"),
+    *(
+        Seam(f"layers.attention.{module}", f"{cls}.init_forward_metadata_out_graph",
+             ("self", "forward_batch", "in_capture"), "override")
+        for module, cls in (
+            ("triton_backend", "TritonAttnBackend"),
+            ("flashinfer_backend", "FlashInferAttnBackend"),
+            ("flashattention_backend", "FlashAttentionBackend"),
+        )
+    ),
+    Seam("layers.attention.flashinfer_backend", "FlashInferAttnBackend.__init__",
+         ("self", "model_runner", "skip_prefill", "kv_indptr_buf", "kv_last_page_len_buf", "init_new_workspace"),
+         "override"),
+    # what they list for their kernels
+    Seam("layers.attention.triton_backend", "ForwardMetadata", ("kv_indptr", "kv_indices"), "fields"),
+    Seam("layers.attention.flashinfer_backend", "DecodeMetadata", ("decode_wrappers",), "fields"),
+    Seam("layers.attention.flashinfer_backend", "PrefillMetadata", ("prefill_wrappers", "use_ragged"), "fields"),
+    Seam("layers.attention.flashattention_backend", "FlashAttentionMetadata", ("page_table",), "fields"),
     # the allocator's contract
     Seam(_PAGED, "PagedTokenToKVPoolAllocator.__init__",
          ("self", "size", "page_size", "dtype", "device", "kvcache", "need_sort"), "override"),
@@ -159,6 +177,10 @@ def differences(signatures: Mapping[str, tuple[str, ...] | None]) -> list[str]:
         found = signatures.get(seam.path)
         if found is None:
             out.append(f"{seam.path} is not there")
+        elif seam.how == "fields":
+            gone = [name for name in seam.parameters if name not in found]
+            if gone:
+                out.append(f"{seam.path} has no {', '.join(gone)}")
         elif found[: len(seam.parameters)] != seam.parameters:
             out.append(f"{seam.path} takes ({', '.join(found)}), not ({', '.join(seam.parameters)})")
     return out
