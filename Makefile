@@ -87,8 +87,8 @@ test-sglang: test-sglang-parts sglang-model ## the SGLang plugin: its parts, the
 test-sglang-parts: $(SGLANG_STAMP) ## those of them that start no server, about 2 minutes
 	SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/python -m pytest --durations=8 tests/sglang --ignore=tests/sglang/test_served.py -k "not triton_kernels"
 
-test-sglang-all: test-sglang sglang-model ## and SGLang's Triton kernels interpreted, lossy windows served, servers that must refuse to start
-	SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/python -m pytest tests/sglang/test_graphs.py tests/sglang/test_served.py -k "triton_kernels or changes_only or cannot"
+test-sglang-all: test-sglang sglang-model ## and SGLang's Triton kernels interpreted, lossy windows, two tensor-parallel ranks, servers that must refuse to start
+	SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/python -m pytest tests/sglang/test_graphs.py tests/sglang/test_served.py -k "triton_kernels or changes_only or tensor_parallel or cannot"
 
 clean: ## remove .venv and caches
 	rm -rf .venv .venv-sglang .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,10 +1,13 @@
-"""Real servers on a CPU: the demo's claims, a soak with aborts, and servers that must refuse to start."""
+"""Real servers on a CPU: the demo's claims, a soak with aborts, two tensor-parallel ranks, and servers that must refuse
+to start."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +19,9 @@ pytest.importorskip("openai")
 import demo
 from model_folder import model_folder
 from serving import Ask, Server, command, environment, free_port, serve
-from soak import clean_up, soak
+from soak import clean_up, post, soak
+
+from tidekv.sglang_plugin.metrics import COUNTERS, GAUGES
 
 # Newcomers are prefilled and then pause, up to a quarter of the pool: more comes and goes than with the default, none.
 TIDE = {"TIDEKV_SGLANG": "1", "TIDEKV_OVERCOMMIT": "3.0", "TIDEKV_PAUSED_SHARE": "0.25"}
@@ -105,6 +110,65 @@ def test_a_window_changes_only_low_answers(model: Path, logs: Path, asks: list[A
         assert got.completion_tokens > 0
         assert ask.priority == demo.LOW or want.text.startswith(got.text)  # high is exact, always
     assert lossy.window_pages > 0
+
+
+def write_tiny_llama(folder: Path) -> None:
+    """8 layers, two KV heads (one for each of two ranks), and weights large enough that every key matters."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, initializer_range=0.25, tie_word_embeddings=False,
+    )).save_pretrained(folder)  # fmt: skip
+
+
+def ask_with_ids(server: Server, num_requests: int, prompt: int, output: int) -> list[list[int]]:
+    """Greedy answers to prompts of token ids, every third one of high priority."""
+
+    def one(index: int) -> list[int]:
+        body = {
+            "input_ids": [(7 * index + 3 * i + i * i) % 500 for i in range(prompt)],
+            "sampling_params": {"temperature": 0, "max_new_tokens": output, "ignore_eos": True},
+            "priority": demo.HIGH if index % 3 == 0 else demo.LOW,
+        }
+        ids: list[int] = post(server, "/generate", body)["output_ids"]
+        return ids
+
+    with ThreadPoolExecutor(num_requests) as pool:
+        return list(pool.map(one, range(num_requests)))
+
+
+@pytest.mark.timeout(900)
+def test_tensor_parallel_ranks_decide_alike(logs: Path, tmp_path: Path) -> None:
+    """Two ranks under pressure give one rank's answers; each of them pauses, narrows and copies as much as the other,
+    and its books are clean. Would catch: a decision that depends on a clock, an event or a rank's own memory."""
+    write_tiny_llama(tmp_path)
+    tide = TIDE | {"TIDEKV_QUANTUM": "2", "TIDEKV_TURN_TOKENS": "8"}
+    extra = ("--skip-tokenizer-init", "--enable-metrics-for-all-schedulers")
+    with serve("one-rank", tmp_path, logs, 512, 16, tide, extra) as server:
+        wanted = ask_with_ids(server, 16, 64, 48)
+        assert server.metric("tidekv:pauses_total") > 0
+    cores = sorted(os.sched_getaffinity(0))
+    # SGLang gives each rank a NUMA node of its own, or the cores that it is told: a small machine has one node.
+    tide["SGLANG_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"
+    with serve("two-ranks", tmp_path, logs, 512, 16, tide, ("--tp-size", "2", *extra)) as server:
+        assert ask_with_ids(server, 16, 64, 48) == wanted
+        clean_up(server)
+        ranks = [
+            {name: server.metric(f"tidekv:{name}", tp_rank=str(rank)) for name in (*COUNTERS, *GAUGES)}
+            for rank in range(2)
+        ]
+    assert ranks[0] == ranks[1]
+    for name in ("pauses_total", "halvings_total", "bytes_to_host_total", "bytes_from_host_total"):
+        assert ranks[0][name] > 0, name
+    for name in ("narrow_slots", "virtual_pages_used", "host_pages_used", "paused_requests"):
+        assert ranks[0][name] == 0, name
+    assert ranks[0]["free_pages"] == 512 // 16
+    log = server.log.read_text()
+    # The line comes after the recount, which raises if anything is off.
+    assert {"TP0", "TP1"} <= set(re.findall(r"(TP\d)\] tidekv idle\. ", log))
 
 
 @pytest.mark.timeout(600)
