@@ -88,6 +88,32 @@ def test_a_high_arrival_into_a_full_batch_of_lows() -> None:
     assert gaps[0] <= 1.05 * gaps[1] + 0.003
 
 
+def test_high_takes_all_that_low_holds() -> None:
+    # Twenty lows fill the pool, most of them paused; then a prompt of high priority as large as the whole of it.
+    trace = [low(i, 0.0, 1000, 300) for i in range(20)] + [high(20, 1.0, 8000, 20)]
+    run = run_policy("narrow", PAGES, trace, CONFIG)
+    assert_all_served(run, trace)
+    assert run.stats["parkings"] > 0
+    ample = run_policy("unlimited", 4 * PAGES, trace, CONFIG)
+    assert ttft(run, 20) <= 1.05 * ttft(ample, 20) + 0.02
+
+
+def test_high_takes_the_pages_of_a_low_prompt_that_is_being_computed() -> None:
+    trace = [low(0, 0.0, 7200, 20), high(1, 0.05, 7200, 20)]
+    run = run_policy("narrow", PAGES, trace, CONFIG)
+    assert_all_served(run, trace)
+    alone = run_policy("narrow", PAGES, trace[1:], CONFIG)
+    assert ttft(run, 1) <= ttft(alone, 0) + 0.06  # it may arrive in the middle of a chunk
+
+
+@pytest.mark.parametrize("policy", ["narrow", "swap", "retract", "reserve"])
+def test_a_prompt_of_high_priority_comes_before_low_ones_that_have_begun(policy: str) -> None:
+    trace = [low(0, 0.0, 20_000, 10), high(1, 0.1, 1000, 10)]
+    run = run_policy(policy, 8 * PAGES, trace, CONFIG)
+    assert ttft(run, 1) < 0.08  # what is left of one chunk, and its own
+    assert ttft(run, 0) > 0.4
+
+
 def test_pressure_ends_and_widths_come_back() -> None:
     trace = [low(i, 0.0, 2000, 60) for i in range(8)] + [low(8, 30.0, 1000, 600)]
     engine, _ = build_engine("narrow", PAGES, 8192, CONFIG, None)

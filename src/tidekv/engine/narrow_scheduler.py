@@ -175,6 +175,11 @@ class NarrowScheduler(Scheduler):
             and self._mode(request).streams_nothing
         )
 
+    @staticmethod
+    def _is_low_prompt(request: Request) -> bool:
+        """Low priority whose prompt is being computed."""
+        return not request.is_high_priority and request.state is RequestState.PREFILL
+
     def _wide_pages(self, request: Request) -> int:
         """Its pages that could narrow, as last counted."""
         mode, ledger = self._mode(request), self.memory.allocator.ledger
@@ -323,6 +328,11 @@ class NarrowScheduler(Scheduler):
         while paused and len(self.running) > 1 and demand > self.widths.available_pages() and self._park(paused[-1]):
             paused.pop()
             demand = self._demand()
+        begun = sorted((r for r in self.running if self._is_low_prompt(r)), key=self._rank)
+        while begun and len(self.running) > 1 and self._demand(only_high=True) > self.widths.available_pages():
+            if not self._park(begun.pop()):
+                break
+        demand = self._demand()
         self._narrow_highs(demand)
 
     def _narrow_highs(self, demand: int) -> int:
@@ -344,8 +354,10 @@ class NarrowScheduler(Scheduler):
 
     def _hidden_high_pages(self) -> int:
         """Pages of high priority that may still narrow: the shortest decode step hides their streaming."""
-        away = sum(r.away_cells for r in self._highs() if not self._mode(r).streams_nothing) * self.cell_bytes
-        return max(0, policy.stream_budget_bytes(self.rates, self.rates.base_s) - away) // self._slot_bytes()
+        highs = self._highs()
+        away = sum(r.away_cells for r in highs if not self._mode(r).streams_nothing) * self.cell_bytes
+        hidden = max(0, policy.stream_budget_bytes(self.rates, self.rates.base_s) - away) // self._slot_bytes()
+        return min(hidden, sum(self._wide_pages(r) for r in highs))
 
     def _highs(self) -> list[Request]:
         return [r for r in self.running if r.is_high_priority and r.state is RequestState.DECODE]
@@ -365,13 +377,15 @@ class NarrowScheduler(Scheduler):
         if not self.running and self.parked:
             self._unpark(min(self.parked, key=self._rank))
 
-    def _demand(self) -> int:
+    def _demand(self, *, only_high: bool = False) -> int:
         """Pages for this step's decodes and for prompts that open wide; a few for those that open narrow."""
-        decodes = [r for r in self.running if r.state is RequestState.DECODE and r not in self.arriving]
+        some = [r for r in self.running if r.is_high_priority or not only_high]
+        decodes = [r for r in some if r.state is RequestState.DECODE and r not in self.arriving]
         pages = self.widths.new_pages([r for r in decodes if not self._is_paused(r)])
-        prompts = [r for r in self.running if r.state is RequestState.PREFILL]
-        if self.waiting and self._may_admit(by_rank(self.waiting)[0]):
-            prompts += self.waiting
+        prompts = [r for r in some if r.state is RequestState.PREFILL]
+        waiting = [r for r in by_rank(self.waiting) if r.is_high_priority or not only_high]
+        if waiting and self._may_admit(waiting[0]):
+            prompts += waiting
         wide = sum(r.num_tokens - r.num_computed for r in prompts if self._opens_wide(r))
         pages += self.memory.pages(min(wide, self.prefill_chunk)) + (wide > 0)
         low = sum(r.num_tokens - r.num_computed for r in prompts) - wide
@@ -425,17 +439,29 @@ class NarrowScheduler(Scheduler):
         return policy.may_owe(self.rates, self.high_share, backlog, own) or self._fits_wide(request)
 
     def _fits_with_room_made(self, request: Request) -> bool:
-        """Its whole prompt fits at full width after the others in their prompts, once all has narrowed that may."""
+        """Its whole prompt fits at full width after the others in their prompts, and those of its class (for low: all
+        that run) have a page to grow, once all has left or narrowed that may."""
         prompts = [r for r in self.running if r.state is RequestState.PREFILL and self._opens_wide(r)]
         need = sum(self.memory.pages(r.num_tokens) - self.memory.pages(r.num_computed) for r in [*prompts, request])
-        room = self.widths.available_pages() - len(self.running)
-        if need <= room:
-            return True
-        slots_a_page = 1 << (len(self.memory.allocator.ledger.ladder) - 1)
-        lows = sum(self._wide_pages(r) for r in self._wide_lows())
-        if request.is_high_priority and self.read_modes.low.streams_nothing:  # all that they hold: they may be parked
-            lows = self.memory.allocator.ledger.used[LOW]
-        return need <= room + lows - -(-lows // slots_a_page) + self._hidden_high_pages()
+        room = self.widths.available_pages()
+        if not request.is_high_priority:
+            return need + len(self.running) <= room + self._narrowable_pages()
+        growing = sum(r.is_high_priority for r in self.running)
+        return need + growing <= room + self._held_by_lows() + self._hidden_high_pages()
+
+    def _narrowable_pages(self) -> int:
+        """Pages that become free when low priority narrows as far as it is read without streaming."""
+        ledger = self.memory.allocator.ledger
+        width, layers = self.read_modes.low.width(ledger.ladder), ledger.geometry.layer_num
+        return sum(self._wide_pages(r) for r in self._wide_lows()) * (layers - width) // layers
+
+    def _held_by_lows(self) -> int:
+        """Pages that low priority holds: all of them can be had for high, since whoever holds them can be parked."""
+        ledger = self.memory.allocator.ledger
+        layers = ledger.geometry.layer_num
+        lows = [r for r in self.running if not r.is_high_priority]
+        cells = sum(self.memory.pages(r.num_computed) * layers - r.away_cells for r in lows)
+        return min(cells // layers, ledger.used[LOW])
 
     def _fits_wide(self, request: Request) -> bool:
         """The rest of its prompt has room at full width, beside what those before it need to get theirs back."""

@@ -139,11 +139,18 @@ class Scheduler:
         return [r for r in requests if r in chosen]
 
     def _plan_prefills(self, plan: StepPlan) -> None:
+        """High before low, also before those of low that have begun. While one of high waits no low one begins."""
         budget = self.prefill_chunk
-        for request in by_rank(r for r in self.running if r.state is RequestState.PREFILL):
-            if request.state is RequestState.PREFILL:  # it may have made room for one before it
-                budget -= self._prefill(plan, request, budget)
-        for request in by_rank(self.waiting):
+        for is_high in (True, False):
+            for request in by_rank(r for r in self.running if r.state is RequestState.PREFILL):
+                if request.is_high_priority == is_high and request.state is RequestState.PREFILL:
+                    budget -= self._prefill(plan, request, budget)  # unless it made room for one before it
+            if is_high or not any(r.is_high_priority for r in self.waiting):
+                budget = self._admit_prompts(plan, [r for r in self.waiting if r.is_high_priority == is_high], budget)
+
+    def _admit_prompts(self, plan: StepPlan, requests: list[Request], budget: int) -> int:
+        """Begin these prompts in their order, until one finds no room. Returns the tokens of `budget` that are left."""
+        for request in by_rank(requests):
             if budget <= 0 or len(self.running) >= self.max_running or not self._may_admit(request):
                 break
             if not self.memory.admit(request):
@@ -163,6 +170,7 @@ class Scheduler:
                     request.state = RequestState.WAITING
                 break
             budget -= computed
+        return budget
 
     def _prefill(self, plan: StepPlan, request: Request, budget: int) -> int:
         """Plan up to `budget` tokens of the request's prompt; fewer where memory is short. Returns the number."""
