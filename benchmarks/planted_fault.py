@@ -15,13 +15,13 @@ LAYER = 3
 
 def register() -> None:
     """Called by SGLang in every process, after tidekv's own entry point."""
-    from tidekv.sglang_plugin.paused_batch import PausedRequests
+    from tidekv.sglang_plugin.request_pages import RequestPages
 
-    original = PausedRequests.widen
+    original = RequestPages.widen
 
-    def widen(paused: Any, pages: np.ndarray) -> int:
-        widened = original(paused, pages)
-        allocator = paused.allocator
+    def widen(requests: Any, pages: np.ndarray) -> int:
+        widened = original(requests, pages)
+        allocator = requests.allocator
         ledger, size = allocator.core.ledger, int(allocator.page_size)
         slots = allocator.pages.slots_of(pages)
         slots = slots[(slots > 0) & (ledger.levels_of(slots) == 0)]
@@ -32,4 +32,4 @@ def register() -> None:
                 buffer[rows] = buffer[rows.roll(1, 0)]
         return widened
 
-    PausedRequests.widen = widen  # type: ignore[method-assign]
+    RequestPages.widen = widen  # type: ignore[method-assign]

@@ -15,8 +15,9 @@ from tidekv.geometry import KVGeometry
 from tidekv.memory.device_pool import DeviceKVPool
 from tidekv.memory.host_pool import HostKVPool
 from tidekv.memory.ledger import HIGH, LOW
-from tidekv.sglang_plugin.allocator import BatchView, TideAllocator, TideCore
+from tidekv.sglang_plugin.allocator import TideAllocator
 from tidekv.sglang_plugin.capacity import plan_capacity
+from tidekv.sglang_plugin.pressed_pages import BatchView, TideCore
 from tidekv.sglang_plugin.window import Window
 
 LAYERS, PAGES, PAGE_SIZE = 8, 24, 4

@@ -22,10 +22,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from tidekv.geometry import KVGeometry
 from tidekv.memory.device_pool import DeviceKVPool
 from tidekv.memory.host_pool import HostKVPool
-from tidekv.sglang_plugin.allocator import BatchView, TideAllocator, TideCore
+from tidekv.sglang_plugin.allocator import TideAllocator
 from tidekv.sglang_plugin.capacity import plan_capacity
-from tidekv.sglang_plugin.paused_batch import PausedRequests, committed_len, row_of
+from tidekv.sglang_plugin.paused_batch import PausedRequests
 from tidekv.sglang_plugin.pausing import Rules
+from tidekv.sglang_plugin.pressed_pages import BatchView, TideCore
+from tidekv.sglang_plugin.request_pages import committed_len, row_of
 from tidekv.sglang_plugin.window import Window
 
 LAYERS, PAGES, PAGE_SIZE, VOCAB, HIGH = 8, 40, 4, 50, 10
@@ -128,8 +130,8 @@ class World:
         lens = np.array([committed_len(req) for req in ran])
         assert batch.seq_lens.tolist() == lens.tolist(), "tensors follow their requests"
         assert batch.sampling_info.temperatures[:, 0].tolist() == [row_of(req) for req in ran]
-        for req, pages in zip(ran, self.paused.pages_of(ran), strict=True):
-            seen, _ = self.paused.parts(req, pages)
+        for req, pages in zip(ran, self.paused.pages.of(ran), strict=True):
+            seen, _ = self.paused.pages.parts(req, pages)
             slots = self.tide.pages.slots_of(seen)
             self.ran_narrow += bool((self.tide.core.ledger.levels_of(slots) > 0).any())
         last = self.rows[[row_of(req) for req in ran], lens - 1]
@@ -208,8 +210,8 @@ def test_old_pages_of_windows_narrow_before_anybody_pauses_and_stay_narrow() -> 
     def old_pages() -> np.ndarray:
         found = [np.empty(0, dtype=np.int64)]
         reqs = [] if world.running is None else [r for r in world.running.reqs if not r.finished()]
-        for req, pages in zip(reqs, world.paused.pages_of(reqs), strict=True):
-            found.append(world.paused.parts(req, pages)[1])
+        for req, pages in zip(reqs, world.paused.pages.of(reqs), strict=True):
+            found.append(world.paused.pages.parts(req, pages)[1])
         return np.concatenate(found)
 
     world.tide.old_pages = old_pages
@@ -314,7 +316,7 @@ def test_high_requests_that_the_ladder_took_are_widened_first() -> None:
     highs, lows = [world.prefill(20, 40, HIGH) for _ in range(2)], [world.prefill(20, 40) for _ in range(2)]
     world.step()
     ledger = world.tide.core.ledger
-    (pages,) = world.paused.pages_of(highs[:1])
+    (pages,) = world.paused.pages.of(highs[:1])
     world.tide.core.narrow_slots(world.tide.pages.slots_of(pages), ledger.ladder[-1])
     taken = world.tide.core.ledger.num_free_pages  # as if the ladder had found no other way
     filler = world.tide.core.alloc((taken - 1) * PAGE_SIZE, True)
@@ -339,6 +341,7 @@ def test_penalties_follow_their_requests() -> None:
         made = batch.sampling_info.penalizer_orchestrator
         assert made.batch is batch
         (penalizer,) = made.penalizers.values()
+        assert penalizer.orchestrator is made, "a penalizer of the other batch's would see the other requests"
         wanted = [0.1 * (reqs.index(req) + 1) * (len(req.output_ids) - 1) for req in batch.reqs if not req.finished()]
         torch.testing.assert_close(penalizer.cumulated_frequency_penalties[: len(wanted), 7], torch.tensor(wanted))
     world.run()

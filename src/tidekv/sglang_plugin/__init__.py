@@ -8,11 +8,13 @@
     build.py          sizes, pool and allocator, made in the places of SGLang's
     hooks.py          what SGLang calls while it runs
     allocator.py      SGLang's allocator contract in virtual page ids, over the core's allocator
+    pressed_pages.py  what gives way when physical pages are short; freeing.py: frees on their way from the device
     virtual_pages.py  virtual page id -> slot: the one table that a repack rewrites
     capacity.py       how many virtual pages so many physical ones can carry
     window.py         which pages a lossy window does not see
     pausing.py        who decodes and who pauses: pure functions of counts
     paused_batch.py   paused requests inside SGLang's scheduler: out of the running batch, narrow, and back
+    request_pages.py  the pages of requests, narrower and wider; split_batch.py: one batch in two, and together again
     page_mirror.py    which virtual pages each row names, on the host
     pool.py           SGLang's per-layer buffers as views of the core's flat tensors
     batch_plan.py     from SGLang's forward batch to the core's packed batch

@@ -8,63 +8,24 @@ Counts that SGLang sees (`size`, `available_size`) are virtual, so its admission
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from tidekv.allocator import DynamicPagedTokenToKVPoolAllocator
 from tidekv.errors import InvariantError
 from tidekv.kernels import assign
 from tidekv.memory import contract
-from tidekv.memory.ledger import DYNAMIC, HIGH, LOW, NO_SLOTS, IntArray
-from tidekv.pressure.repack import Work
-from tidekv.sglang_plugin.page_mirror import PageMirror
+from tidekv.memory.ledger import HIGH, NO_SLOTS, IntArray
+from tidekv.sglang_plugin.freeing import Freeing
 from tidekv.sglang_plugin.pool import TideKVPool
+from tidekv.sglang_plugin.pressed_pages import PressedPages, TideCore, demand_of
 from tidekv.sglang_plugin.virtual_pages import VirtualPages
-from tidekv.sglang_plugin.window import Window
-
-if TYPE_CHECKING:
-    from tidekv.sglang_plugin.paused_batch import PausedRequests
-
-LEAST_PAGES = 16  # pages that a narrowing of old pages frees beyond the demand, if there are so many
-_new_event: Callable[..., Any] = torch.cuda.Event  # torch does not type its constructor
 
 
-@dataclass(frozen=True)
-class BatchView:
-    """Who allocates: announced by the hooks before SGLang prepares a batch.
-
-    high   [bs] bool, and reqs: the requests themselves, in the batch's order
-    evict(tokens)   drop so many tokens of cached prefixes; evictable(): tokens that could be dropped
-    """
-
-    high: tuple[bool, ...]
-    reqs: Sequence[Any]
-    evictable: Callable[[], int]
-    evict: Callable[[int], None]
-
-
-class TideCore(DynamicPagedTokenToKVPoolAllocator):
-    """The core's allocator; before it moves anything, `fence` orders the move behind a forward that is still running.
-
-    With overlap scheduling the next batch is allocated, on the scheduler's stream, while the forward of the last one
-    runs on another. What the move touches is read again only by the next forward, which waits for this stream.
-    """
-
-    fence: Callable[[], None] | None = None
-
-    def _apply(self, work: Work) -> None:
-        if self.fence is not None:
-            self.fence()
-        super()._apply(work)
-
-
-class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglang is untyped here
+class TideAllocator(PressedPages, PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglang is untyped here
     """`size` in virtual tokens. `core` owns the physical pages; its ids appear nowhere outside."""
 
     def __init__(
@@ -77,28 +38,19 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         need_sort: bool,
         core: TideCore,
     ) -> None:
-        self.core = core
-        self.pages = VirtualPages(size // page_size, core.geometry.num_pages, page_size, core.device)
-        core.register_loc_holder(self.pages.tensors)
-        self.batch: BatchView | None = None
-        self.mirror: PageMirror | None = None  # the attention's: which pages each request's row names, on the host
+        pages = VirtualPages(size // page_size, core.geometry.num_pages, page_size, core.device)
+        PressedPages.__init__(self, core, pages)
+        core.register_loc_holder(pages.tensors)
         self.attention: Any = None  # the TideAttention that reads this pool
         self.known: WeakValueDictionary[str, Any] = WeakValueDictionary()  # requests that were announced, by rid
-        self.window: Window | None = None  # LOSSY: how low requests are read
-        self.old_pages: Callable[[], IntArray] | None = None  # virtual pages that no window reaches
-        self.paused: PausedRequests | None = None  # None: nobody pauses
-        self.num_evictions = 0  # tokens that physical pressure took from the prefix cache
-        self.num_window_pages = 0  # old pages that windows let narrow
         self.num_changes = 0  # allocations and frees: the idle check runs when it has moved
-        super().__init__(size, page_size, dtype, device, kvcache, need_sort)
+        PagedTokenToKVPoolAllocator.__init__(self, size, page_size, dtype, device, kvcache, need_sort)
 
     # ---- counts: virtual -----------------------------------------------------------------------------------------
 
     def available_size(self) -> int:
         """Tokens in free virtual pages. Frees whose ids are still on their way from the device are counted."""
-        if any(count is None for _, _, count in self._in_flight):
-            self.collect_freed()
-        coming = sum(count or 0 for _, _, count in self._in_flight)
+        coming = self._freeing.num_coming()  # first: it may book some of them
         return (self.pages.num_free + coming) * int(self.page_size)
 
     def get_all_free_pages(self) -> torch.Tensor:
@@ -113,9 +65,7 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         self.core.clear()
         self.pages.clear()
         self.free_pages = self.release_pages = None
-        self.free_group: list[torch.Tensor] | None = None
-        self.free_page_ids_group: list[torch.Tensor] = []
-        self._in_flight: list[tuple[torch.Tensor, torch.cuda.Event, int | None]] = []
+        self._freeing = Freeing(self._release)
 
     # ---- allocation ----------------------------------------------------------------------------------------------
 
@@ -126,7 +76,7 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
             self.collect_freed()
         if pages > self.pages.num_free:
             return None
-        self._evict_before_narrowing({HIGH: pages}, 0)
+        self.evict_before_narrowing({HIGH: pages}, 0)
         if self.core.alloc(pages * self.page_size, True) is None:
             return None
         ids = self._upload(self._assign_ids())
@@ -224,7 +174,7 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
             self.collect_freed()
         if total > self.pages.num_free:
             return False
-        self._evict_before_narrowing(demand_of(new_pages, high), len(new_pages))
+        self.evict_before_narrowing(demand_of(new_pages, high), len(new_pages))
         short = total - self.core.ledger.num_free_pages
         if may_pause and short > 0 and self.paused is not None:
             self.paused.make_pages(short)
@@ -235,134 +185,6 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
         self.num_changes += 1
         return self.pages.assign(slots, self.core.ledger.levels_of(slots) == 0)
 
-    # ---- pressure ------------------------------------------------------------------------------------------------
-
-    def has_plenty(self, num_pages: int) -> bool:
-        """Everything is full width and so many pages are free: nothing has to be decided."""
-        ledger = self.core.ledger
-        return ledger.at_full_width and num_pages <= ledger.num_free_pages
-
-    @property
-    def reads_narrow(self) -> bool:
-        """Some narrow page belongs to somebody who is not paused, or new pages are opened narrow."""
-        ledger = self.core.ledger
-        resting = 0 if self.paused is None else self.paused.num_resting
-        return any(ledger.level) or sum(ledger.num_narrow) > resting
-
-    def writes_narrow(self, lens: IntArray) -> bool:
-        """Whether one of the announced requests, with `lens` [bs] tokens each, goes on filling a page that is narrow,
-        so that what it writes has to be staged; or may do so, where that is not known on the host."""
-        if not self.reads_narrow:
-            return False
-        batch, mirror, page_size = self.batch, self.mirror, int(self.page_size)
-        goes_on = lens % page_size != 0
-        if any(self.core.ledger.level):
-            return True
-        if not goes_on.any():
-            return False
-        if mirror is None or batch is None or len(batch.reqs) != len(lens):
-            return True
-        counts = -(-lens // page_size)
-        last = mirror.ids_of(batch.reqs, counts)[np.arange(len(lens)), counts - 1][goes_on]
-        return bool((self.core.ledger.levels_of(self.pages.slots_of(last)) > 0).any())
-
-    def make_room(self, new_pages: IntArray, high: list[bool], lens: IntArray, touched: Callable[[], IntArray]) -> bool:
-        """Whether the next decode step fits, narrowing if that makes it fit. new_pages: [bs] pages each request opens.
-
-        lens: [bs] tokens that each has. touched(): virtual pages that the step goes on filling; read from the device
-        only if one of them may be narrow.
-        """
-        demand, total = demand_of(new_pages, high), int(new_pages.sum())
-        if self.has_plenty(total):
-            return True
-        self.collect_freed()
-        if total <= self.core.ledger.num_free_pages and not self.writes_narrow(lens):
-            return True
-        self._evict_before_narrowing(demand, len(new_pages))
-        return self.core.make_room(demand, lambda: self.pages.slots_of(touched()))
-
-    def _evict_before_narrowing(self, demand: dict[int, int], bs: int) -> None:
-        """Cached prefixes that nobody references go while physical pages are short: rung 0 of the ladder, with SGLang's
-        own cache and order of eviction."""
-        batch = self.batch
-        while batch is not None and (short := self._shortage(demand, bs)) > 0 and batch.evictable() > 0:
-            before = self.pages.num_free
-            batch.evict(min(short * int(self.page_size), batch.evictable()))
-            self.collect_freed()
-            gained = self.pages.num_free - before
-            self.num_evictions += max(0, gained) * int(self.page_size)
-            if gained <= 0:
-                break
-        if self.window is not None and self.old_pages is not None and (short := self._shortage(demand, bs)) > 0:
-            self._narrow_old_pages(short)
-
-    def gather(self, num_free: int) -> None:
-        """`num_free` free pages, as far as cached prefixes and old pages of windows give them; nobody pauses for it."""
-        self._evict_before_narrowing({HIGH: num_free}, 0)
-
-    def evictable_pages(self) -> int:
-        """Full-width pages of cached prefixes that nobody references."""
-        return self.batch.evictable() // int(self.page_size) if self.batch is not None else 0
-
-    def wide_low_pages(self) -> int:
-        """Full-width pages of low priority, cached ones included."""
-        ledger = self.core.ledger
-        return int(((ledger.page_code == LOW) & (ledger.page_level == 0)).sum())
-
-    def yielding_pages(self) -> int:
-        """Pages that old pages of windows would free if they narrowed to the width that windows are measured at."""
-        if self.window is None or self.old_pages is None:
-            return 0
-        slots = self.window.candidates(self.core.ledger, self.pages.slots_of(self.old_pages()))
-        return self.window.gives(self.core.ledger, len(slots), self.window.level(self.core.ledger))
-
-    def _narrow_old_pages(self, short: int) -> None:
-        """Old pages of windows go before anybody pauses: nothing will have to be streamed for them."""
-        assert self.window is not None
-        assert self.old_pages is not None
-        ledger = self.core.ledger
-        slots = self.window.candidates(ledger, self.pages.slots_of(self.old_pages()))
-        level = self.window.level(ledger, len(slots), short)
-        # A few more at once, so that not every step repacks.
-        wanted = self.window.pages_for(ledger, short + LEAST_PAGES, level)
-        if len(slots) and wanted:
-            self.num_window_pages += self.core.narrow_slots(slots[:wanted], ledger.ladder[level])
-
-    def _shortage(self, demand: dict[int, int], bs: int) -> int:
-        """Physical pages that are missing for the demand at the present widths, staging for the step included."""
-        ledger = self.core.ledger
-        need = 0
-        for code, pages in demand.items():
-            level = ledger.level[code]
-            rest = max(0, pages - len(ledger.partial_slots(code, level)))
-            need += -(-rest // (1 << level))
-        if any(ledger.level) or (self.window is None and self.reads_narrow):
-            need += max(0 if ledger.used[DYNAMIC] else 1, ledger.staging_pages_for(bs + sum(demand.values())))
-        return need - ledger.num_free_pages
-
-    def promote(self, ids: IntArray) -> None:
-        """These virtual pages are read by a high-priority request from now on."""
-        slots = self.pages.slots_of(ids)
-        slots = slots[slots > 0]
-        if len(slots) and self.core.ledger.used[LOW]:
-            self.core.ledger.promote(slots)
-
-    def restore(self, start_free: float) -> int:
-        """Widths come back while physical pages are plentiful; cached prefixes count as plenty. Returns slots
-        widened."""
-        core, batch = self.core, self.batch
-        ledger = core.ledger
-        if not ledger.any_narrow and not any(ledger.level):
-            return 0
-        self.collect_freed()
-        wanted = int(start_free * core.geometry.num_pages) + 1
-        short = wanted - ledger.num_free_pages
-        # A cached page may be narrow and give up less than a page: at least half of what the cache holds must do.
-        if short > 0 and batch is not None and batch.evictable() >= 2 * short * self.page_size:
-            batch.evict(short * int(self.page_size))
-            self.collect_freed()
-        return core.restore_widths(start_free=start_free, stop_free=start_free / 2)
-
     def end_step(self) -> None:
         """The forward that used the staging pairs is over."""
         self.core.ledger.end_step()
@@ -372,7 +194,7 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
     def free(self, free_index: torch.Tensor) -> None:
         """Free the virtual pages that these locs lie in."""
         if free_index.numel():
-            self._free_ids(free_index // self.page_size, None)
+            self._freeing.add(free_index // self.page_size, None)
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """Free the pages of a run of one request's row that starts on a page boundary."""
@@ -384,45 +206,19 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
     def free_page_ids(self, page_ids: torch.Tensor) -> None:
         """Free exactly these pages, each once."""
         if page_ids.numel():
-            self._free_ids(page_ids, page_ids.numel())
-
-    def _free_ids(self, ids: torch.Tensor, count: int | None) -> None:
-        """`count`: how many distinct pages they are, where the caller knows."""
-        if self.free_group is not None:
-            if count is None:
-                self.free_group.append(ids.clone())
-            else:
-                self.free_page_ids_group.append(ids.clone())
-        elif not ids.is_cuda:
-            self._release(ids.numpy())
-        else:  # read back behind the queued work; booked when a count or a page is needed
-            copy = torch.empty(ids.numel(), dtype=torch.int64, pin_memory=True)
-            copy.copy_(ids.reshape(-1), non_blocking=True)
-            event = _new_event()
-            event.record()
-            self._in_flight.append((copy, event, count))
+            self._freeing.add(page_ids, page_ids.numel())
 
     def free_group_begin(self) -> None:
         """Collect frees until the end of the group. A second begin goes on collecting."""
-        if self.free_group is None:
-            self.free_group, self.free_page_ids_group = [], []
+        self._freeing.begin()
 
     def free_group_end(self) -> None:
         """Do the collected frees."""
-        loose, self.free_group = self.free_group, None
-        exact, self.free_page_ids_group = self.free_page_ids_group, []
-        if exact:
-            ids = torch.cat(exact)
-            self._free_ids(ids, ids.numel())
-        if loose:
-            self._free_ids(torch.cat(loose), None)
+        self._freeing.end()
 
     def collect_freed(self) -> None:
         """Book the frees whose ids were on their way. At points fixed by counts, so that all ranks do it alike."""
-        while self._in_flight:
-            ids, event, _ = self._in_flight.pop(0)
-            event.synchronize()
-            self._release(ids.numpy())
+        self._freeing.collect()
 
     def _release(self, ids: IntArray) -> None:
         self.core.free_slots(self.pages.release(np.unique(ids.astype(np.int64, copy=False))))
@@ -441,11 +237,3 @@ class TideAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # sglan
 
     def resize(self, config: Any) -> None:
         raise InvariantError("tidekv's pool cannot be resized after start: unset SGLang's post-capture KV sizing")
-
-
-def demand_of(new_pages: IntArray, high: bool | Sequence[bool]) -> dict[int, int]:
-    """{priority code: pages} of the requests' new pages ([bs])."""
-    if isinstance(high, bool):
-        return {HIGH if high else LOW: int(new_pages.sum())}
-    mask = np.asarray(high, dtype=np.bool_)
-    return {HIGH: int(new_pages[mask].sum()), LOW: int(new_pages[~mask].sum())}

@@ -11,11 +11,12 @@ from tidekv.errors import ConfigError
 from tidekv.geometry import MIN_SLOT_WIDTH
 from tidekv.memory.host_pool import HostKVPool
 from tidekv.sglang_plugin import refusals
-from tidekv.sglang_plugin.allocator import TideAllocator, TideCore
+from tidekv.sglang_plugin.allocator import TideAllocator
 from tidekv.sglang_plugin.capacity import Capacity, default_host_pages, machine_memory_bytes, plan_capacity
 from tidekv.sglang_plugin.config import Settings
 from tidekv.sglang_plugin.metrics import Reporter
 from tidekv.sglang_plugin.pool import TideKVPool
+from tidekv.sglang_plugin.pressed_pages import TideCore
 from tidekv.sglang_plugin.window import Window
 
 Original = Callable[..., Any]

@@ -15,13 +15,15 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tidekv.errors import ConfigError
 from tidekv.memory.ledger import NO_SLOTS, IntArray
 from tidekv.sglang_plugin import forward_hooks, refusals
-from tidekv.sglang_plugin.allocator import BatchView, TideAllocator
+from tidekv.sglang_plugin.allocator import TideAllocator
 from tidekv.sglang_plugin.attention import TideAttention
 from tidekv.sglang_plugin.build import Original, build_allocator, build_mha_kv_pool, derive_pool_sizes, here
 from tidekv.sglang_plugin.metrics import Reporter
-from tidekv.sglang_plugin.paused_batch import PausedRequests, committed_len
+from tidekv.sglang_plugin.paused_batch import PausedRequests
 from tidekv.sglang_plugin.pausing import Rules
 from tidekv.sglang_plugin.pool import TideKVPool
+from tidekv.sglang_plugin.pressed_pages import BatchView
+from tidekv.sglang_plugin.request_pages import committed_len
 from tidekv.sglang_plugin.seams import SEAMS, Seam
 
 logger = logging.getLogger(__name__)

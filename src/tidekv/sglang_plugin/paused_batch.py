@@ -8,8 +8,6 @@ received; the next decode splits them off again. Who pauses is decided in `pausi
 
 from __future__ import annotations
 
-import copy
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +18,8 @@ import torch
 from tidekv.memory.ledger import HIGH, LOW, NO_SLOTS, IntArray
 from tidekv.sglang_plugin.allocator import TideAllocator
 from tidekv.sglang_plugin.pausing import Member, Room, Rules, admits, choose, victims
+from tidekv.sglang_plugin.request_pages import RequestPages, committed_len, row_of
+from tidekv.sglang_plugin.split_batch import put_together, take_aside
 
 JOIN_EVERY = 64  # decode steps after which everybody is merged, for those who look at the running batch without a call
 REFUSED = 256  # steps before pages that could not leave (host pool full) are tried again
@@ -40,7 +40,8 @@ class PausedRequests:
     def __init__(
         self, allocator: TideAllocator, rows: torch.Tensor, rules: Rules, is_high: Callable[[Any], bool]
     ) -> None:
-        self.allocator, self.rows, self.rules, self.is_high = allocator, rows, rules, is_high
+        self.allocator, self.rules, self.is_high = allocator, rules, is_high
+        self.pages = RequestPages(allocator, rows, is_high)
         self.batch: Any = None  # the paused ones, while they are split off
         self.paused: dict[Any, Paused] = {}
         self.running: Any = None  # the batch that a prefill may take pages from
@@ -57,16 +58,7 @@ class PausedRequests:
     def join(self, running: Any) -> Any:
         """Everybody in one batch: `running`, or the paused ones' if nobody else is left."""
         batch, self.batch, self._joined_at, self._mixed = self.batch, None, self.num_steps, True
-        if batch is None:
-            return running
-        batch.filter_batch()
-        if batch.is_empty():
-            return running
-        if running is None or running.is_empty():
-            batch.batch_is_full = False
-            return batch
-        running.merge_batch(batch)
-        return running
+        return running if batch is None else put_together(running, batch)
 
     def is_due(self, running: Any) -> bool:
         """The paused ones are split off and have to be in the batch now: nobody else is left, or it is their time."""
@@ -76,16 +68,8 @@ class PausedRequests:
 
     def _split(self, batch: Any) -> None:
         """Take the paused ones out of `batch`, which has everybody; nobody, if nobody would be left."""
-        out = [i for i, req in enumerate(batch.reqs) if req in self.paused]
-        self._mixed = len(out) == len(batch.reqs)
-        if not out or self._mixed:
-            return
-        aside = copy.copy(batch)
-        aside.sampling_info = _copy_sampling_info(batch.sampling_info, aside)
-        aside.filter_batch(keep_indices=out)
-        kept = set(out)
-        batch.filter_batch(keep_indices=[i for i in range(len(batch.reqs)) if i not in kept])
-        self.batch = aside
+        self.batch = take_aside(batch, self.paused)
+        self._mixed = self.batch is None and any(req in self.paused for req in batch.reqs)
 
     # ---- decode --------------------------------------------------------------------------------------------------
 
@@ -128,9 +112,8 @@ class PausedRequests:
         """Pages of high requests that the ladder took: low ones pause for them, and do not come back before."""
         ledger, self._owed = self.allocator.core.ledger, 0
         if ledger.num_narrow[HIGH]:
-            pages = self.pages_of([req for req in batch.reqs if self.is_high(req) and not req.finished()])
-            slots = self.allocator.pages.slots_of(np.unique(np.concatenate([NO_SLOTS, *pages])))
-            self._owed = int((ledger.levels_of(slots) > 0).sum())
+            pages = self.pages.of([req for req in batch.reqs if self.is_high(req) and not req.finished()])
+            self._owed = int(self.pages.are_narrow(np.unique(np.concatenate([NO_SLOTS, *pages]))).sum())
 
     def _nothing_new(self, batch: Any) -> bool:
         """The step fits, and nobody can go on who could not at the last look. Costs no loop over the requests."""
@@ -248,14 +231,14 @@ class PausedRequests:
             return
         leaving = set(chosen)
         others = [req for req in everybody if req not in leaving and req not in self.paused]
-        theirs = np.unique(np.concatenate([NO_SLOTS, *self.pages_of(others)]))
-        parts = [self.parts(req, pages) for req, pages in zip(chosen, self.pages_of(chosen), strict=True)]
+        theirs = np.unique(np.concatenate([NO_SLOTS, *self.pages.of(others)]))
+        parts = [self.pages.parts(req, pages) for req, pages in zip(chosen, self.pages.of(chosen), strict=True)]
         mine = [seen[~np.isin(seen, theirs)] for seen, _ in parts]
         ledger, window = self.allocator.core.ledger, self.allocator.window
-        narrowed = self._narrow(mine, ledger.ladder[-1])
+        narrowed = self.pages.narrow(mine, ledger.ladder[-1])
         if window is not None:
             old = [pages[~np.isin(pages, theirs)] for _, pages in parts]
-            self.allocator.num_window_pages += self._narrow(old, ledger.ladder[window.level(ledger)])
+            self.allocator.num_window_pages += self.pages.narrow(old, ledger.ladder[window.level(ledger)])
         for req, pages in zip(chosen, mine, strict=True):
             if not narrowed:
                 req.tidekv_refused = self.num_steps + REFUSED
@@ -264,43 +247,17 @@ class PausedRequests:
             self.num_pauses += 1
         self._count_away()
 
-    def _narrow(self, pages: Sequence[IntArray], width: int) -> int:
-        """Cut those of these virtual pages that are full width and of low priority, in one repack; how many."""
-        ledger = self.allocator.core.ledger
-        slots = self.allocator.pages.slots_of(np.unique(np.concatenate([NO_SLOTS, *pages])))
-        slots = slots[(slots > 0) & (ledger.levels_of(slots) == 0)]
-        slots = slots[ledger.page_code[slots] == LOW]  # a full-width slot has the id of its page
-        return int(self.allocator.core.narrow_slots(slots, width)) if len(slots) else 0
-
-    def parts(self, req: Any, pages: IntArray) -> tuple[IntArray, IntArray]:
-        """Its pages that are read in every layer, and those that its window, if it has one, does not reach."""
-        if self.allocator.window is None or self.is_high(req):
-            return pages, NO_SLOTS
-        end = int(self.allocator.window.old_pages(np.array([committed_len(req)]))[0])
-        return np.concatenate([pages[:1], pages[end:]]), pages[1:end]
-
     def _resume(self, chosen: Sequence[Any]) -> None:
         """They get their pages back, as many as there are, and decode from now on."""
         if not chosen:
             return
         pages = np.unique(np.concatenate([NO_SLOTS, *(self.paused[req].pages for req in chosen)]))
-        self.widen(pages)
+        self.pages.widen(pages)
         for req in chosen:
             del self.paused[req]
             req.tidekv_came = self.num_steps
         self.num_resumes += len(chosen)
         self._count_away()
-
-    def widen(self, pages: IntArray) -> int:
-        """Full width for these virtual pages, as far as there are free ones. Returns how many widened."""
-        allocator = self.allocator
-        slots = allocator.pages.slots_of(pages)
-        slots = slots[slots > 0]
-        slots = slots[allocator.core.ledger.levels_of(slots) > 0]
-        if not len(slots):
-            return 0
-        allocator.gather(len(slots))
-        return int(allocator.core.widen_slots(slots))
 
     def widen_running(self, batch: Any) -> int:
         """What the ladder, or a shared prefix, left narrow under those that run gets its width back, high first."""
@@ -313,59 +270,17 @@ class PausedRequests:
         spare = self._free() + self._owed - max(opens, 0 if self._owed else self.rules.margin(len(reqs)))
         widened = 0
         for req in sorted(reqs, key=lambda req: self._member(req).rank(self.rules.turn)):
-            pages, _ = self.parts(req, self.pages_of([req])[0])
-            narrow = pages[ledger.levels_of(self.allocator.pages.slots_of(pages)) > 0][: max(0, spare - widened)]
-            widened += self.widen(narrow) if len(narrow) else 0
+            pages, _ = self.pages.parts(req, self.pages.of([req])[0])
+            narrow = pages[self.pages.are_narrow(pages)][: max(0, spare - widened)]
+            widened += self.pages.widen(narrow) if len(narrow) else 0
         if widened:
             self._count_away()
             self._count_owed(batch)
         return widened
 
     def _count_away(self) -> None:
-        pages, ledger = self.allocator.pages, self.allocator.core.ledger
         narrow = [NO_SLOTS]
         for known in self.paused.values():
-            narrow.append(known.pages[ledger.levels_of(pages.slots_of(known.pages)) > 0])
+            narrow.append(known.pages[self.pages.are_narrow(known.pages)])
             known.away = len(narrow[-1])
         self.num_resting = len(np.unique(np.concatenate(narrow)))
-
-    def pages_of(self, reqs: Sequence[Any]) -> list[IntArray]:
-        """Virtual pages of each request's committed tokens, in order: known on the host, or one read of their rows."""
-        if not reqs:
-            return []
-        page_size = self.rules.page_size
-        counts = np.array([-(-committed_len(req) // page_size) for req in reqs], dtype=np.int64)
-        if self.allocator.mirror is not None:
-            found = self.allocator.mirror.ids_of(reqs, counts)
-        else:
-            rows = self.rows[[row_of(req) for req in reqs], : int(counts.max()) * page_size : page_size]
-            found = rows.cpu().numpy().astype(np.int64) // page_size
-        return [found[i, :count] for i, count in enumerate(counts.tolist())]
-
-
-def committed_len(req: Any) -> int:
-    """Tokens whose KV is written: on the request in 0.5.17, on its KV record later."""
-    own = getattr(req, "kv_committed_len", None)
-    return int(req.kv.kv_committed_len if own is None else own)
-
-
-def row_of(req: Any) -> int | None:
-    """Its row, None if it holds none: on the request up to 0.5.20, on its KV record later."""
-    holder = req if hasattr(req, "req_pool_idx") else req.kv
-    found: int | None = holder.req_pool_idx
-    return found
-
-
-def _copy_sampling_info(info: Any, batch: Any) -> Any:
-    """A copy that filters on its own. Tensors are shared: SGLang replaces them and never writes into them."""
-    out = copy.copy(info)
-    orchestrator = info.penalizer_orchestrator
-    if orchestrator is not None:
-        mine = copy.copy(orchestrator)
-        mine.batch = batch
-        mine.penalizers = {}
-        for kind, penalizer in orchestrator.penalizers.items():
-            mine.penalizers[kind] = its = copy.copy(penalizer)
-            its._orchestrator_ref = weakref.ref(mine)
-        out.penalizer_orchestrator = mine
-    return out

@@ -1,0 +1,76 @@
+"""The pages of SGLang's requests: which virtual pages they are, and how those narrow and widen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tidekv.memory.ledger import LOW, NO_SLOTS, BoolArray, IntArray
+from tidekv.sglang_plugin.allocator import TideAllocator
+
+
+class RequestPages:
+    """rows: SGLang's table of virtual locs, [requests, tokens]; is_high: a request's class"""
+
+    def __init__(self, allocator: TideAllocator, rows: torch.Tensor, is_high: Callable[[Any], bool]) -> None:
+        self.allocator, self.rows, self.is_high = allocator, rows, is_high
+
+    def of(self, reqs: Sequence[Any]) -> list[IntArray]:
+        """Virtual pages of each request's committed tokens, in order: known on the host, or one read of their rows."""
+        if not reqs:
+            return []
+        page_size = int(self.allocator.page_size)
+        counts = np.array([-(-committed_len(req) // page_size) for req in reqs], dtype=np.int64)
+        if self.allocator.mirror is not None:
+            found = self.allocator.mirror.ids_of(reqs, counts)
+        else:
+            rows = self.rows[[row_of(req) for req in reqs], : int(counts.max()) * page_size : page_size]
+            found = rows.cpu().numpy().astype(np.int64) // page_size
+        return [found[i, :count] for i, count in enumerate(counts.tolist())]
+
+    def parts(self, req: Any, pages: IntArray) -> tuple[IntArray, IntArray]:
+        """Its pages that are read in every layer, and those that its window, if it has one, does not reach."""
+        if self.allocator.window is None or self.is_high(req):
+            return pages, NO_SLOTS
+        end = int(self.allocator.window.old_pages(np.array([committed_len(req)]))[0])
+        return np.concatenate([pages[:1], pages[end:]]), pages[1:end]
+
+    def are_narrow(self, pages: IntArray) -> BoolArray:
+        """[n] which of these virtual pages have given up layers."""
+        narrow: BoolArray = self.allocator.core.ledger.levels_of(self.allocator.pages.slots_of(pages)) > 0
+        return narrow
+
+    def narrow(self, pages: Sequence[IntArray], width: int) -> int:
+        """Cut those of these virtual pages that are full width and of low priority, in one repack; how many."""
+        ledger = self.allocator.core.ledger
+        slots = self.allocator.pages.slots_of(np.unique(np.concatenate([NO_SLOTS, *pages])))
+        slots = slots[(slots > 0) & (ledger.levels_of(slots) == 0)]
+        slots = slots[ledger.page_code[slots] == LOW]  # a full-width slot has the id of its page
+        return int(self.allocator.core.narrow_slots(slots, width)) if len(slots) else 0
+
+    def widen(self, pages: IntArray) -> int:
+        """Full width for these virtual pages, as far as there are free ones. Returns how many widened."""
+        allocator = self.allocator
+        slots = allocator.pages.slots_of(pages)
+        slots = slots[slots > 0]
+        slots = slots[allocator.core.ledger.levels_of(slots) > 0]
+        if not len(slots):
+            return 0
+        allocator.gather(len(slots))
+        return int(allocator.core.widen_slots(slots))
+
+
+def committed_len(req: Any) -> int:
+    """Tokens whose KV is written: on the request in 0.5.17, on its KV record later."""
+    own = getattr(req, "kv_committed_len", None)
+    return int(req.kv.kv_committed_len if own is None else own)
+
+
+def row_of(req: Any) -> int | None:
+    """Its row, None if it holds none: on the request up to 0.5.20, on its KV record later."""
+    holder = req if hasattr(req, "req_pool_idx") else req.kv
+    found: int | None = holder.req_pool_idx
+    return found
