@@ -22,6 +22,7 @@ from model_folder import model_folder
 from serving import Answer, Ask, Server, serve
 
 HIGH, LOW = 10, 0
+AMPLE_POOL = 16384  # tokens
 SHARE = 0.40  # of the need, for the small pool
 PAGE_SIZE = 16
 OVERCOMMIT = 3.0
@@ -91,11 +92,14 @@ def say(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
-def small_pool(ample: Outcome) -> int:
-    """Tokens: 40 % of what the requests need, in whole pages."""
-    need = sum(a.prompt_tokens + a.completion_tokens for a in ample.answers)
+def small_pool(asks: list[Ask], model: Path) -> int:
+    """Tokens: 40 % of what the requests need, in whole pages. No answer of the demo ends early."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    need = sum(len(tokenizer(ask.prompt)["input_ids"]) + ask.max_tokens for ask in asks)
     small = int(SHARE * need) // PAGE_SIZE * PAGE_SIZE
-    say(f"the {len(ample.answers)} requests need {need} tokens; the small pool has {small}")
+    say(f"the {len(asks)} requests need {need} tokens; the small pool has {small}")
     return small
 
 
@@ -133,8 +137,8 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path("out/sglang"), help="folder for the servers' logs")
     logs = parser.parse_args().logs.resolve()
     model, asks = model_folder(), workload()
-    ample = run("ample", asks, model, logs, 16384)
-    small = small_pool(ample)
+    ample = run("ample", asks, model, logs, AMPLE_POOL)
+    small = small_pool(asks, model)
     stock = run("stock", asks, model, logs, small)
     tide = run("tidekv", asks, model, logs, small, {"TIDEKV_SGLANG": "1", "TIDEKV_OVERCOMMIT": str(OVERCOMMIT)})
     print(table([ample, stock, tide], asks, ample.answers))

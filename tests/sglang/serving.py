@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -114,12 +114,14 @@ class Server:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def free_port() -> int:
-    """A port that nobody listens on now. SGLang derives others from it, within a few hundred."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port if port < 60000 else port - 10000
+def free_port(taken: Sequence[int] = ()) -> int:
+    """A port that nobody listens on now. SGLang takes others within 1,000 above it: it keeps clear of those `taken`."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        if port < 60000 and all(abs(port - other) > 1000 for other in taken):
+            return port
 
 
 def command(model: Path, port: int, pool_tokens: int, page_size: int, extra: tuple[str, ...] = ()) -> list[str]:
@@ -151,10 +153,12 @@ def serve(
     page_size: int,
     tide: dict[str, str] | None = None,
     extra: tuple[str, ...] = (),
+    port: int | None = None,
 ) -> Iterator[Server]:
-    """A server that answers /health; ended, with all its processes, on the way out."""
+    """A server that answers /health; ended, with all its processes, on the way out. Servers that start at one time need
+    ports that keep clear of each other."""
     logs.mkdir(parents=True, exist_ok=True)
-    log, port = logs / f"{name}.log", free_port()
+    log, port = logs / f"{name}.log", port or free_port()
     with log.open("wb") as out:
         process = subprocess.Popen(
             command(model, port, pool_tokens, page_size, extra), stdout=out, stderr=subprocess.STDOUT,

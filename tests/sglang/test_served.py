@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ pytest.importorskip("openai")
 
 import demo
 from model_folder import model_folder
-from serving import Ask, Server, command, environment, free_port, serve
+from serving import Ask, Server, command, environment, free_port, serve, stop
 from soak import clean_up, post, soak
 
 from tidekv.sglang_plugin.metrics import COUNTERS, GAUGES
@@ -44,30 +45,51 @@ def asks() -> list[Ask]:
 
 
 @pytest.fixture(scope="module")
-def ample(model: Path, logs: Path, asks: list[Ask]) -> demo.Outcome:
-    """Stock SGLang with memory for everything: the reference."""
-    return demo.run("ample", asks, model, logs, 16384)
+def small(asks: list[Ask], model: Path) -> int:
+    return demo.small_pool(asks, model)
 
 
 @pytest.fixture(scope="module")
-def stock(model: Path, logs: Path, asks: list[Ask], ample: demo.Outcome) -> demo.Outcome:
-    """Stock SGLang in a pool of 40 % of the need."""
-    return demo.run("stock", asks, model, logs, demo.small_pool(ample))
+def outcomes(model: Path, logs: Path, asks: list[Ask], small: int) -> Iterator[tuple[list[demo.Outcome], Server]]:
+    """What the demo's three servers did, and tidekv's, which goes on. Started and asked at one time: a start is most of
+    a minute of one core's work, and an answer uses little more than one."""
+    settings = (
+        ("ample", demo.AMPLE_POOL, 1, None),  # stock, with memory for everything: the reference
+        ("stock", small, 1, None),  # stock, in a pool of 40 % of the need
+        ("tidekv", small, demo.PAGE_SIZE, TIDE),
+    )
+    ports: list[int] = []
+    with ExitStack() as running, ThreadPoolExecutor(len(settings)) as threads:
+
+        def start(name: str, pool: int, page_size: int, tide: dict[str, str] | None, port: int) -> Server:
+            return running.enter_context(serve(name, model, logs, pool, page_size, tide, port=port))
+
+        for _ in settings:
+            ports.append(free_port(ports))
+        servers = list(threads.map(start, *zip(*settings, strict=True), ports))
+        done = list(threads.map(lambda server: demo.ask(server, asks), servers))
+        for server in servers[:2]:
+            stop(server.process)
+        yield done, servers[2]
 
 
 @pytest.fixture(scope="module")
-def tide(model: Path, logs: Path, ample: demo.Outcome) -> Iterator[Server]:
-    """tidekv in the same pool. It serves two tests: an SGLang server takes most of a minute to start."""
-    with serve("tidekv", model, logs, demo.small_pool(ample), demo.PAGE_SIZE, TIDE) as server:
-        yield server
+def ample(outcomes: tuple[list[demo.Outcome], Server]) -> demo.Outcome:
+    return outcomes[0][0]
+
+
+@pytest.fixture(scope="module")
+def tide(outcomes: tuple[list[demo.Outcome], Server]) -> Server:
+    """tidekv's server, which has answered the demo's requests. It serves two tests."""
+    return outcomes[1]
 
 
 @pytest.mark.timeout(1500)
 def test_tidekv_narrows_where_stock_retracts(
-    asks: list[Ask], ample: demo.Outcome, stock: demo.Outcome, tide: Server
+    asks: list[Ask], outcomes: tuple[list[demo.Outcome], Server], tide: Server
 ) -> None:
     """What the demo claims: no retraction, the reference's answers; then widths come back."""
-    got = demo.ask(tide, asks)
+    ample, stock, got = outcomes[0]
     print(demo.table([ample, stock, got], asks, ample.answers))
     assert demo.judge(ample, stock, got) == []
     # What narrowed came back: by the ladder, or with the request that had paused.
@@ -100,10 +122,12 @@ def test_soak_leaves_everything_clean(tide: Server) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_window_changes_only_low_answers(model: Path, logs: Path, asks: list[Ask], ample: demo.Outcome) -> None:
+def test_a_window_changes_only_low_answers(
+    model: Path, logs: Path, asks: list[Ask], ample: demo.Outcome, small: int
+) -> None:
     window = TIDE | {"TIDEKV_LOW_READS": "window", "TIDEKV_WINDOW_TOKENS": "64"}
     shorter = [replace(ask, max_tokens=20) for ask in asks]  # greedy: a shorter answer is the beginning of the longer
-    lossy = demo.run("window", shorter, model, logs, demo.small_pool(ample), window)
+    lossy = demo.run("window", shorter, model, logs, small, window)
     assert lossy.retractions == 0
     assert "low reads: window of 64 tokens (LOSSY)" in (logs / "window.log").read_text()
     for ask, got, want in zip(asks, lossy.answers, ample.answers, strict=True):
