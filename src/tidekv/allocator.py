@@ -31,6 +31,7 @@ from tidekv.kernels import assign
 from tidekv.memory import contract
 from tidekv.memory.contract import Priorities
 from tidekv.memory.ledger import DYNAMIC, HIGH, LOW, NO_SLOTS, AllocationSplit, BoolArray, IntArray
+from tidekv.memory.upload import upload
 from tidekv.pressure.decision import Decision
 from tidekv.pressure.ways_back import PoolWithWaysBack
 
@@ -100,11 +101,15 @@ class DynamicPagedTokenToKVPoolAllocator(PoolWithWaysBack):
         last_loc: torch.Tensor,
         extend_num_tokens: int,
         is_high_priority: Priorities = None,
+        *,
+        last_slots: IntArray | None = None,
     ) -> Indices | None:
         """Tokens [prefix, seq) of each request -> (out_indices [extend_num_tokens] int64, dynamic_indices), or None.
 
         prefix_lens, seq_lens, last_loc: [bs] int64 on the device; *_cpu: the same on the host. `last_loc` is the
         location of token prefix - 1 (-1 if there is none), read before the call. On None nothing has changed.
+        last_slots: [bs] combined ids of the slots that `last_loc` lies in, if the caller knows them on the host: then
+        nothing here waits for the device.
         """
         prefix = contract.host_lens("prefix_lens_cpu", prefix_lens_cpu)
         seq = contract.host_lens("seq_lens_cpu", seq_lens_cpu)
@@ -114,21 +119,22 @@ class DynamicPagedTokenToKVPoolAllocator(PoolWithWaysBack):
         for name, tensor in (("prefix_lens", prefix_lens), ("seq_lens", seq_lens), ("last_loc", last_loc)):
             contract.check_device_vector(name, tensor, len(seq), self.device)
         if self.device.type == "cpu":
-            contract.check_last_loc(self.ledger, last_loc, prefix, seq > prefix)
+            contract.check_last_loc(self.ledger, last_loc, prefix, seq > prefix, last_slots)
 
         def goes_on() -> BoolArray:
             going_on: BoolArray = (prefix % page_size != 0) & (seq > prefix)
             return going_on
 
+        touched = self._touched(goes_on, last_loc, last_slots)
         num_pages = int(np.add.reduce(new_pages))
-        plain = self._plain_slots(new_pages, num_pages, is_high_priority, goes_on, last_loc)
+        plain = self._plain_slots(new_pages, num_pages, is_high_priority, touched)
         if plain is not None:
             pages, run = plain
             out = assign.alloc_extend(
                 prefix_lens, seq_lens, last_loc, pages, extend_num_tokens, page_size, run=run, checked=True
             )
             return out, None
-        batch = self._allocate_batch(new_pages, goes_on, last_loc, is_high_priority)
+        batch = self._allocate_batch(new_pages, touched, last_loc, is_high_priority)
         if batch is None:
             return None
         new_slots, run = self._slots_on_device(batch.slots, batch.is_run)
@@ -143,39 +149,60 @@ class DynamicPagedTokenToKVPoolAllocator(PoolWithWaysBack):
         seq_lens_cpu: torch.Tensor,
         last_loc: torch.Tensor,
         is_high_priority: Priorities = None,
+        *,
+        last_slots: IntArray | None = None,
     ) -> Indices | None:
         """One more token for each request -> (out_indices [bs] int64, dynamic_indices), or None with nothing changed.
 
-        seq_lens: [bs] int64 with the new token counted in; last_loc: [bs] int64, the location of the token before it.
+        seq_lens: [bs] int64 with the new token counted in; last_loc: [bs] int64, the location of the token before it;
+        last_slots: as in `alloc_extend`.
         """
         seq = contract.host_lens("seq_lens_cpu", seq_lens_cpu)
         opens = _opens_page(seq, self.page_size)
         for name, tensor in (("seq_lens", seq_lens), ("last_loc", last_loc)):
             contract.check_device_vector(name, tensor, len(seq), self.device)
         if self.device.type == "cpu":
-            contract.check_last_loc(self.ledger, last_loc, seq - 1, np.ones(len(seq), dtype=np.bool_))
+            contract.check_last_loc(self.ledger, last_loc, seq - 1, np.ones(len(seq), dtype=np.bool_), last_slots)
+        touched = self._touched(lambda: ~opens, last_loc, last_slots)
         num_pages = int(np.count_nonzero(opens))
-        plain = self._plain_slots(opens, num_pages, is_high_priority, lambda: ~opens, last_loc)
+        plain = self._plain_slots(opens, num_pages, is_high_priority, touched)
         if plain is not None:
             pages, run = plain
             return assign.alloc_decode(seq_lens, last_loc, pages, self.page_size, run=run, checked=True), None
-        batch = self._allocate_batch(opens, lambda: ~opens, last_loc, is_high_priority)
+        batch = self._allocate_batch(opens, touched, last_loc, is_high_priority)
         if batch is None:
             return None
         new_slots, run = self._slots_on_device(batch.slots, batch.is_run)
         out = assign.alloc_decode(seq_lens, batch.last_loc, new_slots, self.page_size, run=run, checked=True)
         return out, self._dynamic_indices(out, batch.slots, batch.touched)
 
+    def _touched(
+        self, goes_on: Callable[[], BoolArray], last_loc: torch.Tensor, last_slots: IntArray | None
+    ) -> Callable[[], IntArray]:
+        """The slots that go on being filled, by the ids they have at this call; goes_on(): [bs] which requests do so.
+
+        Asked for when something is narrow or has to be narrowed. Without `last_slots` that waits for the device.
+        """
+
+        def touched() -> IntArray:
+            going_on = goes_on()
+            if not going_on.any():
+                return NO_SLOTS
+            slots = last_loc.cpu().numpy() // self.page_size if last_slots is None else last_slots
+            return slots[going_on]
+
+        return touched
+
     def _allocate_batch(
         self,
         new_pages: IntArray | BoolArray,
-        goes_on: Callable[[], BoolArray],
+        touched: Callable[[], IntArray],
         last_loc: torch.Tensor,
         is_high_priority: Priorities,
     ) -> _Batch | None:
         """Capacity for each group, then slots for each group, high before low; None with nothing changed.
 
-        new_pages: [bs] pages that each request opens; goes_on(): [bs] those that go on filling the page of last_loc.
+        new_pages: [bs] pages that each request opens; touched(): the slots that go on being filled.
         """
         is_high: BoolArray | None = None
         code = contract.uniform_code(is_high_priority)
@@ -185,11 +212,6 @@ class DynamicPagedTokenToKVPoolAllocator(PoolWithWaysBack):
             is_high = np.repeat(contract.priority_mask(is_high_priority, len(new_pages)), new_pages)  # of each new page
             num_high = int(np.count_nonzero(is_high))
             groups = [(HIGH, num_high), (LOW, len(is_high) - num_high)]
-
-        def touched() -> IntArray:
-            # Reads last_loc: waits for the device. Only asked for when something is narrow or has to be narrowed.
-            going_on = goes_on()
-            return last_loc.cpu().numpy()[going_on] // self.page_size if going_on.any() else NO_SLOTS
 
         with self._deciding(touched) as decision:
             for code, pages_needed in groups:
@@ -222,8 +244,7 @@ class DynamicPagedTokenToKVPoolAllocator(PoolWithWaysBack):
         new_pages: IntArray | BoolArray,
         num_pages: int,
         is_high_priority: Priorities,
-        goes_on: Callable[[], BoolArray],
-        last_loc: torch.Tensor,
+        touched: Callable[[], IntArray],
     ) -> tuple[torch.Tensor, tuple[int, int]] | None:
         """The steady state, in a few microseconds: full width everywhere and enough free pages. Else None: decide.
 
@@ -249,10 +270,7 @@ class DynamicPagedTokenToKVPoolAllocator(PoolWithWaysBack):
                 ledger.write_through(low)
         self.new_slots = slots
         if self._in_step:
-            page_size = self.page_size
-            self._written.append((
-                lambda: np.concatenate([slots, last_loc.cpu().numpy()[goes_on()] // page_size]), len(self._lookups)
-            ))  # fmt: skip
+            self._written.append((lambda: np.concatenate([slots, touched()]), len(self._lookups)))
         return (torch.from_numpy(slots), (0, num_pages)) if high_first else self._free_list_run(num_pages)
 
     def _allocate_pages(self, num_pages: int, priority_code: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -289,10 +307,9 @@ class DynamicPagedTokenToKVPoolAllocator(PoolWithWaysBack):
         both = np.concatenate([mine, np.setdiff1d(self._narrow_of(self._written_slots()), mine)])
         if not ledger.assign_dynamic(both):
             raise InvariantError(f"staging for {len(both)} slots was promised and is not there")
-        if not len(mine):
+        if not len(mine) or not self.gives_dynamic_indices:
             return None
-        keys = torch.from_numpy(mine).to(self.device)
-        staged = torch.from_numpy(ledger.dynamic_of[mine]).to(self.device)
+        keys, staged = upload(self.device, (mine, ledger.dynamic_of[mine]))
         combined = out // self.page_size
         at = torch.searchsorted(keys, combined).clamp_(max=len(mine) - 1)
         return torch.where(keys[at] == combined, staged[at] * self.page_size + out % self.page_size, 0)

@@ -17,9 +17,12 @@ from tidekv.engine.model import LoadedModel, load_model, random_config
 from tidekv.engine.request import Request
 from tidekv.engine.sampling import SamplingParams
 from tidekv.engine.scheduler import Scheduler
+from tidekv.kernels import move
 from tidekv.memory.ledger import DYNAMIC
+from tidekv.memory.upload import upload
 
 LAYERS = 8  # widths 8, 4, 2
+CYCLES_A_MS = 1.98e6  # of `torch.cuda._sleep`, at a H200's clock
 
 
 def load(device: str, shape: str, dtype: torch.dtype) -> LoadedModel:
@@ -132,20 +135,38 @@ def delay_and_poison(engine: Engine, device: str, longest_ms: float = 0.4) -> di
     pool = engine.device_pool
     cells = [flat.view(engine.geometry.num_combined, -1) for flat in (pool.k_flat, pool.v_flat)]
 
-    def before_copy(item: Any) -> None:
+    def before_copy(item: Any) -> None:  # nothing here waits for the device: the host must stay ahead
         counts["copies"] += 1
         if device == "cuda":
-            torch.cuda._sleep(int(rng.uniform(0, longest_ms) * 1.98e6))
+            torch.cuda._sleep(int(rng.uniform(0, longest_ms) * CYCLES_A_MS))
         if item.index == 0:
             pages = np.flatnonzero(engine.allocator.ledger.page_code == DYNAMIC)
             every = pages[None, :] + np.arange(engine.geometry.layer_num)[:, None] * engine.geometry.page_stride
-            index = torch.from_numpy(every.ravel()).to(device)
+            index = upload(pool.device, (every.ravel(),))[0]
             for flat in cells:
-                flat[index] = float("nan")
+                flat.index_fill_(0, index, float("nan"))
             counts["poisoned"] += len(index)
         mine = engine.streamer._dst[item.begin : item.end]
         for flat in cells:
-            flat[mine] = float("nan")
+            flat.index_fill_(0, mine, float("nan"))
 
     engine.streamer.before_copy = before_copy
     return counts
+
+
+def poison_free(engine: Engine) -> int:
+    """NaN in everything that nobody owns by now, device pages and host pages, queued behind the work so far: whoever
+    still reads there, or writes there later, was not waited for. Returns the cells filled."""
+    geometry, ledger, pool, host = engine.geometry, engine.allocator.ledger, engine.device_pool, engine.host_pool
+    nothing = [torch.full_like(flat[: geometry.page_size], float("nan")) for flat in (pool.k_flat, pool.v_flat)]
+    layers, filled = np.arange(geometry.layer_num)[:, None], 0
+    for target, stride, free in (
+        (pool, geometry.page_stride, ledger.free_list.all_pages()),
+        (host, ledger.num_host_pages, ledger.host_free),
+    ):
+        cells = (layers * stride + free[None, :]).ravel()
+        if len(cells):
+            there, zero = upload(pool.device, (cells, np.zeros_like(cells)))
+            move.copy_cells(target.k_flat, target.v_flat, *nothing, there, zero, geometry.page_size)
+            filled += len(cells)
+    return filled

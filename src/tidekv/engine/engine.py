@@ -283,7 +283,8 @@ class Engine:
         """One step: plan, forward, sample. Returns the requests that ended in it.
 
         With `overlap` the tokens of a step of nothing but decodes stay on the device, where the next step finds them,
-        and are read when that one is launched. So a stop token is seen one step late; the token after it is dropped.
+        and are read when that one is launched, whatever is narrow. So a stop token is seen one step late; the token
+        after it is dropped.
         """
         if not self.scheduler.has_work:
             return []
@@ -314,9 +315,14 @@ class Engine:
         return [self.output(request.id) for request in ended]
 
     def _may_stay_unread(self, launched: Launched) -> bool:
-        """Nothing but decodes that go on after this token, at full width: then the next plan needs only their
-        number."""
-        return not self.allocator.ledger.any_narrow and all(
+        """Nothing but decodes that go on after this token: then the next plan needs only their number. A prompt's last
+        chunk is read at once, since its pages are published with its first token.
+
+        Widths are no obstacle: the plan reads books on the host, and what it queues runs behind this step, whose copies
+        have joined the compute stream by its end (`Streamer.end`, `CopiesBehind.join`). So what this step still reads
+        or writes, staging, host pages and pages that a stop token then frees, is used again only after it.
+        """
+        return all(
             request.is_done
             or (request.state is RequestState.DECODE and request.sampling.max_new_tokens > len(request.output_ids) + 1)
             for request in launched.requests
@@ -437,7 +443,9 @@ class Engine:
         }
 
     def check(self) -> None:
-        """Recount the books of the allocator and of the prefix cache; `InvariantError` if anything is off."""
+        """Recount the books of the allocator, of the rows and of the prefix cache; `InvariantError` if anything is
+        off."""
         self.allocator.check()
+        self.memory.check()
         if self.prefix_cache is not None:
             self.prefix_cache.check()

@@ -31,20 +31,12 @@ class PageBooks(RequestMemory):
         req_to_token_pool: ReqToTokenPool,
         prefix_cache: PrefixCache | None,
     ) -> None:
-        super().__init__(allocator, req_to_token_pool, prefix_cache)
-        self.columns_a_page = 1
-        self._rows = req_to_token_pool.req_to_token.numpy()  # the same memory
+        super().__init__(allocator, req_to_token_pool, prefix_cache, columns_a_page=1)
 
     @staticmethod
     def page_rows(max_running: int, max_context_len: int, page_size: int) -> ReqToTokenPool:
         """[max_running, pages of the longest context]."""
         return ReqToTokenPool(max_running, -(-max_context_len // page_size), "cpu")
-
-    def slots_of(self, requests: list[Request]) -> IntArray:
-        """As in `RequestMemory`, without a copy to another type."""
-        width = max((self.pages(r.num_computed) for r in requests), default=0)
-        slots: IntArray = self._rows[[r.row for r in requests], :width] // self.page_size
-        return slots
 
     def extend(self, request: Request, num_tokens: int) -> bool:
         """Room for the next `num_tokens` tokens of a prefill. False: nothing changed."""
@@ -56,9 +48,11 @@ class PageBooks(RequestMemory):
         )
         if found is None:
             return False
+        pages = np.arange(self.pages(start), self.pages(end))
         self.pool.write(
             (request.row, slice(self.pages(start), self.pages(end))), found[0][-start % page_size :: page_size]
         )
+        self.host_rows.put(request.row, pages, self.allocator.new_slots)
         self._own_pages(request, end)
         return True
 
@@ -83,6 +77,7 @@ class PageBooks(RequestMemory):
             if (end - 1) % self.page_size == 0:
                 page = self.pages(end) - 1
                 self.pool.write((request.row, slice(page, page + 1)), loc)
+                self.host_rows.put(request.row, np.array([page]), np.array([loc // self.page_size]))
                 self._own_pages(request, end)
         return True
 
@@ -90,5 +85,4 @@ class PageBooks(RequestMemory):
         """[R] location of the last computed token of each."""
         last = np.array([r.num_computed - 1 for r in requests], dtype=np.int64)
         rows = np.array([r.row for r in requests], dtype=np.int64)
-        locs: IntArray = self._rows[rows, last // self.page_size] + last % self.page_size
-        return locs
+        return self.host_rows.at(rows, last // self.page_size) * self.page_size + last % self.page_size

@@ -11,7 +11,7 @@ import torch
 
 from tidekv.attention.backend import AttentionBackend
 from tidekv.attention.captured_steps import CapturedStep, DecodeGraphs
-from tidekv.attention.page_tables import PackedBatch, build_batch
+from tidekv.attention.page_tables import HostBatch, PackedBatch, build_batch, host_batch
 from tidekv.engine.memory import RequestMemory
 from tidekv.engine.model import LoadedModel, forward_packed
 from tidekv.engine.read_modes import ReadModes
@@ -66,28 +66,29 @@ class Runner:
     def launch(self, work: list[tuple[Request, int]], unread: Launched | None = None) -> Launched:
         """Queue the planned work. `unread`: the step before, if its tokens have not been read: they are taken over on
         the device, so that nothing here waits for them."""
-        pool, page_size = self.memory.pool, self.memory.page_size
+        device, ledger = self.memory.pool.device, self.memory.allocator.ledger
         starts = np.array([r.num_computed for r, _ in work], dtype=np.int64)
         q_lens = np.array([n for _, n in work], dtype=np.int64)
-        request_rows = np.array([r.row for r, _ in work], dtype=np.int64)
         kv_lens, ends = starts + q_lens, np.cumsum(q_lens)
         ids = np.concatenate([_tokens(r, r.num_computed, n) for r, n in work])
         positions = np.arange(len(ids), dtype=np.int64) + np.repeat(starts - (ends - q_lens), q_lens)
         done = [i for i, (r, n) in enumerate(work) if r.num_computed + n == r.num_tokens]
-        lists = (ids, positions, np.repeat(request_rows, q_lens), request_rows, ends[done] - 1)
-        input_ids, positions_dev, token_rows, rows, last = upload(pool.device, lists)
+        request_rows = np.array([r.row for r, _ in work], dtype=np.int64)
+        token_rows = np.repeat(request_rows, q_lens)
+        lists = [ids, positions, ends[done] - 1]
+        batch: PackedBatch | HostBatch
+        if ledger.any_narrow or ledger.any_backed:
+            input_ids, positions_dev, last = upload(device, lists)
+            batch = self._on_host(work, q_lens, kv_lens, request_rows, token_rows, positions)
+        else:
+            input_ids, positions_dev, last, token_rows_dev, rows = upload(device, [*lists, token_rows, request_rows])
+            locs, slots = self._on_device(token_rows_dev, positions_dev, rows, int(kv_lens.max()))
+            batch = build_batch(ledger, q_lens, kv_lens, slots, locs)
         if unread is not None:
             input_ids = _with_unread(input_ids, work, ends, unread)
-
-        locs = pool.req_to_token[token_rows, positions_dev].to(torch.int64)
-        width = self.memory.pages(int(kv_lens.max())) * page_size
-        slots = (pool.req_to_token[:, :width:page_size][rows].to(torch.int64) // page_size).contiguous()
-        windows = None
-        if self.read_modes.any_lossy:
-            windows = np.array([self.read_modes.of(r.is_high_priority).streams_nothing for r, _ in work])
-        batch = build_batch(self.memory.allocator.ledger, q_lens, kv_lens, slots, locs, windows)
         logits = self.graphs.run(batch, input_ids, positions_dev) if self.graphs and len(done) == len(work) else None
         if logits is None:
+            batch = batch.on(device) if isinstance(batch, HostBatch) else batch
             logits = self._forward(batch, input_ids, positions_dev, last)
         for request, n in work:
             request.num_computed += n
@@ -100,6 +101,33 @@ class Runner:
         copied = _new_event()
         copied.record()
         return Launched(finished, tokens, on_host, copied)
+
+    def _on_host(
+        self,
+        work: list[tuple[Request, int]],
+        q_lens: IntArray,
+        kv_lens: IntArray,
+        rows: IntArray,
+        token_rows: IntArray,
+        positions: IntArray,
+    ) -> HostBatch:
+        """The batch by what the host knows of the rows: `rows` [B] of its requests, `token_rows`, `positions` [T]."""
+        page_size, host_rows = self.memory.page_size, self.memory.host_rows
+        slots = host_rows.first(rows, self.memory.pages(int(kv_lens.max())))
+        locs = host_rows.at(token_rows, positions // page_size) * page_size + positions % page_size
+        windows = None
+        if self.read_modes.any_lossy:
+            windows = np.array([self.read_modes.of(r.is_high_priority).streams_nothing for r, _ in work])
+        return host_batch(self.memory.allocator.ledger, q_lens, kv_lens, slots, locs, windows)
+
+    def _on_device(
+        self, token_rows: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, longest: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(locs [T], slots [B, N]) of a batch at full width: the host need not know them. longest: tokens."""
+        table, page_size = self.memory.pool.req_to_token, self.memory.page_size
+        width = self.memory.pages(longest) * page_size
+        slots = table[:, :width:page_size][rows].to(torch.int64) // page_size
+        return table[token_rows, positions].to(torch.int64), slots.contiguous()
 
     def captured_forward(self, step: CapturedStep) -> torch.Tensor:
         """Logits [size, V] of a decode step that is, or is about to be, captured."""

@@ -103,8 +103,15 @@ def codes_of_new_pages(
     return codes[new_pages] if at_most_one else codes.repeat(new_pages)
 
 
-def check_last_loc(ledger: Ledger, last_loc: torch.Tensor, prefix_lens: IntArray, extends: BoolArray) -> None:
-    """`(last_loc + 1) % page_size == prefix_len % page_size`, and a page that goes on is one that is handed out.
+def check_last_loc(
+    ledger: Ledger,
+    last_loc: torch.Tensor,
+    prefix_lens: IntArray,
+    extends: BoolArray,
+    last_slots: IntArray | None = None,
+) -> None:
+    """`(last_loc + 1) % page_size == prefix_len % page_size`, and a page that goes on is one that is handed out, and
+    the one that `last_slots` names.
 
     Reads `last_loc`, so callers run it where that costs no wait: on the CPU.
     """
@@ -119,6 +126,9 @@ def check_last_loc(ledger: Ledger, last_loc: torch.Tensor, prefix_lens: IntArray
             f"request {i}: last_loc {last[i]} does not fit prefix_len {prefix_lens[i]} (page_size {page_size}): "
             "(last_loc + 1) % page_size must equal prefix_len % page_size, in a page that is handed out"
         )
+    if last_slots is not None and (wrong := goes_on & (last // page_size != last_slots)).any():
+        i = int(np.flatnonzero(wrong)[0])
+        raise ConfigError(f"request {i}: last_slots has {last_slots[i]}, last_loc lies in slot {last[i] // page_size}")
 
 
 def check_locs(name: str, locs: torch.Tensor) -> None:

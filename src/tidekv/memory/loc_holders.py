@@ -25,6 +25,7 @@ class LocHolders:
         self.req_to_token_pool = req_to_token_pool
         self.page_size = page_size
         self._others: list[LocHolder] = []
+        self._followers: list[Callable[[IntArray], None]] = []
 
     def register(self, holder: LocHolder) -> Callable[[], None]:
         """Adds a holder; the returned function takes it out again."""
@@ -38,6 +39,11 @@ class LocHolders:
             self._others = [other for other in self._others if other is not holder]
 
         return unregister
+
+    def follow(self, remap: Callable[[IntArray], None]) -> None:
+        """`remap(lookup)` is called at every repack: for a copy on the host of what a holder says already. The checker
+        does not count it as a holder."""
+        self._followers.append(remap)
 
     def other_tensors(self) -> list[torch.Tensor]:
         """The tensors of all holders but `req_to_token`, as they are now."""
@@ -61,6 +67,8 @@ class LocHolders:
             remap.remap_rows_(pool.req_to_token, rows, pool.written_width(), table(pool.device), self.page_size)
         for tensor in self.other_tensors():
             remap.remap_locs_(tensor, table(tensor.device), self.page_size)
+        for follower in self._followers:
+            follower(lookup)
 
     def remapped(self, locs: torch.Tensor, lookup: IntArray) -> torch.Tensor:
         """A rewritten copy of `locs`; the argument is left alone."""

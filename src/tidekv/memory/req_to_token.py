@@ -59,7 +59,8 @@ class ReqToTokenPool:
             raise DoubleFreeError(f"rows {bad or ids} are not live (each once); live rows: {self.live_rows().tolist()}")
         if ids:
             width = int(self._written[ids].max())
-            self.req_to_token[ids, :width] = 0
+            for row in ids:  # a list of ids would go to the device, and wait for it; a request gives back one row
+                self.req_to_token[row, :width] = 0
             self._live[ids] = False
             self._written[ids] = 0
             self._free_rows.extend(ids)

@@ -120,9 +120,12 @@ class PagedPoolState:
         self.num_halvings = {HIGH: 0, LOW: 0}
         self.num_merges = self.num_pages_freed = self.num_restores = self.num_repacks = self.num_evicted_pages = 0
         self.refusals: list[str] = []  # why halvings were refused, newest last, at most 32
-        # Of the last allocating call, for callers with page ids of their own: the slots that it opened, request after
-        # request in the caller's order.
+        # Of the last allocating call (or `unpark`), for callers with page ids of their own: the slots that it opened,
+        # request after request in the caller's order.
         self.new_slots: IntArray = NO_SLOTS
+        # False: calls return None for `dynamic_indices`, and who runs the step looks staging up in the books, as
+        # `host_batch` does. A tensor of it takes ten launches.
+        self.gives_dynamic_indices = True
 
     def promote(self, locs: torch.Tensor) -> None:
         """Pages of these locations count as high from now on: a page shared with a high request is a high page."""

@@ -143,6 +143,7 @@ class PoolWithWaysBack(PoolUnderPressure):
         if self.ledger.any_narrow and not self.ledger.used[DYNAMIC]:
             self.ledger.grow_staging(1)
         self._apply(work)
+        self.new_slots = slots
         return self._locs_of(slots, False)
 
     def drop_parked(self, host_pages: IntArray) -> None:
