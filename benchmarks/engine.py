@@ -349,41 +349,66 @@ def kernels(report: Report, engine: Engine, sizes: SimpleNamespace, batch: int) 
         )
 
 
+WAYS = ("full width", "narrow, replayed", "narrow, replayed, not ahead", "narrow, launch by launch")
+
+
 def narrowed(report: Report, engine: Engine, sizes: SimpleNamespace, batch: int, lows: int) -> None:
-    """A decode step of `batch` requests of which `lows` are narrowed to half their layers: replayed and launch by
-    launch, beside the time that their missing layers take on the link."""
+    """A decode step of `batch` requests of which `lows` are narrowed to half their layers, beside the time that their
+    missing layers take on the link: replayed and launched ahead of the last one's tokens, replayed behind them, launch
+    by launch. And where the host's part of it goes: "wait" is what it has to spare."""
+    import tidekv.engine.runner as runner_module
+
     vocab, rng = int(engine.model.config.vocab_size), random.Random(2000 + batch + lows)
-    runner, scheduler = engine.runner, engine.scheduler
+    runner: Any = engine.runner
+    scheduler = engine.scheduler
     graphs, end_step = getattr(runner, "graphs", None), scheduler.end_step
-    # Three ways, and what the prompts' last chunks leave.
-    sampling = SamplingParams(max_new_tokens=min(sizes.tokens_out, 3 * (sizes.profile_steps + 12)), ignore_eos=True)
+    # The ways, and what the prompts' last chunks leave.
+    steps = len(WAYS) * (sizes.profile_steps + 12)
+    sampling = SamplingParams(max_new_tokens=min(sizes.tokens_out, steps), ignore_eos=True)
     engine.memory.drop_cache()
     given = prompts(rng, batch, sizes.tokens_in, vocab)
     names = [engine.add_request(p, sampling, i >= lows) for i, p in enumerate(given)]
-    scheduler.end_step = lambda: None  # or the widths would come back at once: memory is ample
+    scheduler.end_step = lambda: None  # type: ignore[method-assign]  # or the widths would come back at once
     row: dict[str, Any] = {"batch": batch, "narrowed": lows}
     try:
         while any(engine.requests[name].state is not RequestState.DECODE for name in names):
             engine.step()
-        for how in ("full width", "narrow, replayed", "narrow, launch by launch"):
+        for how in WAYS:
             if how == "narrow, replayed" and not engine.allocator._halve_and_repack(LOW, 0):
                 raise RuntimeError(str(engine.allocator.refusals))
             runner.graphs = None if how == "narrow, launch by launch" else graphs
+            if how == "narrow, replayed, not ahead":
+                engine._may_stay_unread = lambda _: False  # type: ignore[method-assign]
             for _ in range(4):
                 engine.step()
             synchronize()
+            parts = [
+                ("plan", scheduler, "plan"),
+                ("launch", runner, "launch"),
+                ("launch: look up", runner_module, "host_batch"),
+                ("wait", runner_module.Launched, "read"),
+            ]
+            if runner.graphs is not None:
+                parts.append(("launch: fill and replay", runner.graphs, "run"))
+            spent: dict[str, list[float]] = {}
             before, begin = engine.stats()["streamed_bytes"], time.perf_counter()
-            for _ in range(sizes.profile_steps):
-                engine.step()
+            with timed(parts, spent):
+                for _ in range(sizes.profile_steps):
+                    engine.step()
             synchronize()
             row[f"{how}, ms"] = round((time.perf_counter() - begin) * 1e3 / sizes.profile_steps, 3)
             streamed = (engine.stats()["streamed_bytes"] - before) / sizes.profile_steps
+            host = {part: round(statistics.median(values), 3) for part, values in spent.items() if values}
+            report.row("host time of a narrowed decode step, ms", batch=batch, narrowed=lows, way=how, **host)
+            if how == "narrow, replayed, not ahead":
+                del engine._may_stay_unread  # type: ignore[method-assign]
         row["streamed_mb_a_step"] = round(streamed / 1e6, 1)
         if report.data["ceilings"].get("pinned_h2d_gbps"):
             row["link_ms"] = round(streamed / report.data["ceilings"]["pinned_h2d_gbps"] / 1e6, 3)
         report.row("narrowed decode step", **row)
     finally:
-        runner.graphs, scheduler.end_step = graphs, end_step
+        vars(engine).pop("_may_stay_unread", None)
+        runner.graphs, scheduler.end_step = graphs, end_step  # type: ignore[method-assign]
         for name in names:
             engine.abort(name)
         while engine.allocator.restore_widths(1000, start_free=0.0, stop_free=0.0):
@@ -394,6 +419,7 @@ def main() -> int:
     parser, make = arguments("engine", 240, __doc__)
     parser.add_argument("--batches", type=int, nargs="+", help="default: 1 32 128")
     parser.add_argument("--sglang", help="model folder for a stock SGLang engine on the same GPU")
+    parser.add_argument("--only", default="", help="phases whose name begins with this; the start runs anyway")
     args = parser.parse_args()
     sizes = SimpleNamespace(
         model="random:llama-3.1-8b",
@@ -466,7 +492,7 @@ def main() -> int:
     for batch in sizes.batches[1:]:
         for lows in (max(1, batch // 8), batch // 2):
             phases.append((f"narrowed, {lows} of {batch}", narrowed, (batch, lows)))
-    for name, body, extra in phases:
+    for name, body, extra in [phase for phase in phases if phase[0].startswith(args.only)]:
         report.phase(name, body, report, engine, sizes, *extra)
     for peer in peers:
         peer.engine.shutdown()
