@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -186,14 +187,18 @@ def test_a_load_under_pressure_gives_the_answers_of_ample_memory(
         assert_clean(engine)
 
 
-@pytest.mark.parametrize("write_through", [False, True])
-def test_a_narrowed_step_is_launched_without_a_wait(on_gpu: bool, tiny: LoadedModel, write_through: bool) -> None:
+@pytest.mark.parametrize(("write_through", "temperature"), [(False, 0.0), (True, 0.0), (False, 0.8)])
+def test_a_narrowed_step_is_launched_without_a_wait(
+    on_gpu: bool, tiny: LoadedModel, write_through: bool, temperature: float
+) -> None:
     """Each step takes 60 ms on the device; the next one is planned and launched meanwhile, and torch sees no call that
     synchronises."""
     if not on_gpu:
         pytest.skip("waits are counted by CUDA's side of torch")
     engine = make(tiny, "cuda", torch.float32, graphs=True, overlap=True, write_through=write_through)
-    start(engine, [40, 50, 60, 30], 80, high=(0,))
+    for name in start(engine, [40, 50, 60, 30], 80, high=(0,)):
+        request = engine.requests[name]
+        request.sampling = replace(request.sampling, temperature=temperature, top_p=0.9, seed=request.arrival_order)
     run(engine, 6)
     halve(engine, LOW)
     run(engine, 8)  # narrowed steps are captured at their second time

@@ -64,8 +64,12 @@ def sample(logits: Tensor, temperatures: Tensor, top_ps: Tensor, seeds: Tensor, 
         (((temperatures > 0) & (top_ps < 1)).nonzero().squeeze(1), _draw_nucleus),
     ):
         if rows.numel():
-            per_row = [value[rows].to(logits.device, torch.float64) for value in (temperatures, top_ps, uniforms)]
-            rows = rows.to(logits.device)
+            # Without a wait for the device: the driver takes a few KB along at once.
+            per_row = [
+                value[rows].to(logits.device, torch.float64, non_blocking=True)
+                for value in (temperatures, top_ps, uniforms)
+            ]
+            rows = rows.to(logits.device, non_blocking=True)
             tokens[rows] = draw(logits[rows], *per_row)
     return tokens
 
