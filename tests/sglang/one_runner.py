@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch_kernels
-from benchmarks.sglang_runner import BACKENDS, make_request, make_runner
+from benchmarks.sglang_runner import BACKENDS, make_request, make_runner, row_of, set_range
 
 PAGE_SIZE, LAYERS, STEPS = 4, 8, 24
 PROMPTS = (30, 9, 17, 22)
@@ -58,13 +58,6 @@ def runner_of(folder: Path, **options: Any) -> Any:
     return make_runner(str(folder), **common | options)
 
 
-def row_of(req: Any) -> int:
-    """The request's row of `req_to_token`."""
-    from tidekv.sglang_plugin import page_mirror
-
-    return page_mirror.row_of(req)
-
-
 class Run:
     """One batch from its prefill to its last decode step."""
 
@@ -80,6 +73,9 @@ class Run:
         self.one_batch = one_batch
         runner.req_to_token_pool.clear()
         self.tide.clear()
+        pool = runner.token_to_kv_pool.device_pool  # what an earlier run left is right for this one, too
+        pool.k_flat.fill_(3.0)
+        pool.v_flat.fill_(3.0)
         rng = np.random.default_rng(1)
         self.reqs = [
             make_request(index, rng.integers(0, 128, length).tolist(), STEPS, 5 if index == 1 else 0)
@@ -90,24 +86,22 @@ class Run:
         self.streamed = -streamed_bytes(runner)
         if cut:
             for req in self.reqs:
-                req.set_extend_range(0, min(cut, len(req.origin_input_ids) - 1))
+                set_range(req, 0, min(cut, len(req.origin_input_ids) - 1))
             one_batch.extend(self.reqs, runner)
             self.tide.end_step()
             between(self)
             for req in self.reqs:
-                begin = min(cut, len(req.origin_input_ids) - 1)
-                row = runner.req_to_token_pool.req_to_token[row_of(req), :begin]
-                req.prefix_indices = row.to(req.prefix_indices.dtype)
-                req.set_extend_range(begin, len(req.origin_input_ids))
+                begin, end = min(cut, len(req.origin_input_ids) - 1), len(req.origin_input_ids)
+                set_range(req, begin, end, runner.req_to_token_pool.req_to_token)
         self.tokens, logits, self.batch = one_batch.extend(self.reqs, runner)
         self.logits.append(logits.clone())
         self.chosen.append(self.tokens.tolist())
         self.tide.end_step()
 
     def pages(self, index: int, begin: int, end: int) -> np.ndarray:
-        """Slots of pages [begin, end) of a request."""
-        num = np.array([-(-max(1, len(self.logits)) // PAGE_SIZE) + PROMPTS[index] // PAGE_SIZE])
-        ids = self.tide.mirror.ids_of([self.reqs[index]], np.minimum(num, end))[0, begin:]
+        """Slots of pages [begin, end) of a request, as far as it has them."""
+        num_tokens = PROMPTS[index] + max(0, len(self.logits) - 1)
+        ids = self.tide.mirror.ids_of([self.reqs[index]], np.array([min(-(-num_tokens // PAGE_SIZE), end)]))[0, begin:]
         return np.asarray(self.tide.pages.slots_of(ids))
 
     def step(self) -> None:
@@ -159,11 +153,11 @@ def narrowing(made: Run, step: int) -> None:
 def moving(made: Run, step: int) -> None:
     """Everything is full width, and lies elsewhere."""
     if step == 5:
-        move(made, 5)
+        move(made)
 
 
-def move(made: Run, num_pages: int) -> None:
-    """Narrowed and widened at once: the first pages of the first request."""
+def move(made: Run, num_pages: int = 64) -> None:
+    """Narrowed and widened at once: the first pages of the first request, that which it writes next included."""
     made.tide.core.narrow_slots(made.pages(0, 0, num_pages), made.tide.core.ledger.ladder[1])
     made.tide.core.widen_slots(made.pages(0, 0, num_pages))
 
@@ -248,7 +242,7 @@ def main(folder: Path, cuda: bool, backend: str) -> dict[str, Any]:
     compare("moved_launched", launched(moving), eager_plain)
     runner.decode_cuda_graph_runner = graphs
     whole = two_prefills(runner, lambda made: None)
-    compare("moved_prefix", two_prefills(runner, lambda made: move(made, CUT // PAGE_SIZE)), whole)
+    compare("moved_prefix", two_prefills(runner, lambda made: move(made, -(-CUT // PAGE_SIZE))), whole)
     # What is narrowed is compared with SGLang's own kernels, and with the core's at full width: the former differ by
     # how they sum, the latter by nothing but where K and V come from.
     lists_rows = attention.lists_rows
@@ -277,22 +271,27 @@ def main_lists(folder: Path, backend: str) -> dict[str, Any]:
 
     SGLang's Triton kernels run in Triton's interpreter; those of FlashInfer and FlashAttention are `torch_kernels`.
     """
+    import sglang.version
+
     if backend != "triton":
         torch_kernels.stand_in(backend)
     runner = runner_of(folder, attention_backend=backend)
     plain = run(runner, lambda made, step: None, 3)
     prefix = two_prefills(runner, lambda made: None)
-    moved_prefix = two_prefills(runner, lambda made: move(made, CUT // PAGE_SIZE))
+    moved_prefix = two_prefills(runner, lambda made: move(made, -(-CUT // PAGE_SIZE)))
     prefix_displaced = int(moved_prefix.tide.pages.displaced)
-    moved = run(runner, lambda made, step: moving(made, 5) if step == 1 else None, 3)
+    moved = run(runner, lambda made, step: move(made) if step == 1 else None, 3)
+    displaced = int(moved.tide.pages.displaced)
+    move(moved)
 
     def off(made: Run, reference: Run) -> float:
         return max(float((a - b).abs().max()) for a, b in zip(made.logits, reference.logits, strict=True))
 
     return {
+        "sglang": sglang.version.__version__,
         "backend": type(runner.attn_backend).__mro__[1].__name__,
         "largest_difference": off(moved, plain),
-        "displaced": int(moved.tide.pages.displaced),
+        "displaced": displaced,
         "prefix_difference": off(moved_prefix, prefix),
         "prefix_displaced": prefix_displaced,
         "spread": float(plain.logits[0].std()),
@@ -317,7 +316,7 @@ def listed_rows(runner: Any, made: Run, backend: str) -> dict[str, Any]:
         batch_size=count + padding, forward_mode=batch.forward_mode, spec_info=None, encoder_lens=None,
         req_pool_indices=torch.cat([batch.req_pool_indices, batch.req_pool_indices.new_zeros(padding)]),
         seq_lens=lens, seq_lens_cpu=lens, seq_lens_sum=int(lens.sum()), out_cache_loc=batch.out_cache_loc,
-        positions=lens - 1,
+        positions=lens - 1, kv_loc_plan=getattr(batch, "kv_loc_plan", None),
     )  # fmt: skip
     if backend != "triton":  # these make what a graph reads when it is captured
         attention.init_forward_metadata_out_graph(view, in_capture=True)
