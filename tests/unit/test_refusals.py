@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -100,6 +101,18 @@ def test_a_wrong_last_loc(cache):
     prefix, to = torch.tensor([8]), torch.tensor([9])  # a new page, but the last token does not end one
     last = low[6:7].clone()
     refused(a, ConfigError, "last_loc", lambda: a.alloc_extend(prefix, prefix, to, to, last, 1, priority))
+
+
+def test_last_slots_that_are_not_those_of_last_loc(cache):
+    """A caller whose own copy of the rows missed a move would stage and write another request's page."""
+    a, low, _high = cache
+    seq, last, slot = torch.tensor([11]), low[9:10].clone(), int(low[9]) // 4
+    wrong = np.array([slot + 1])
+    refused(a, ConfigError, "last_slots", lambda: a.alloc_decode(seq, seq, last, False, last_slots=wrong))
+    prefix, to = torch.tensor([10]), torch.tensor([13])
+    extend = partial(a.alloc_extend, prefix, prefix, to, to, last, 3, False)
+    refused(a, ConfigError, "last_slots", lambda: extend(last_slots=wrong))
+    assert extend(last_slots=np.array([slot])) is not None
 
 
 def test_wrong_dtype_shape_or_place(cache):
