@@ -33,10 +33,9 @@ def wilson(found: int, of: int) -> tuple[float, float]:
 def tables(about: dict[str, Any], done: dict[str, dict[str, Any]]) -> str:
     """Markdown: running text and answers; needles. Groups without results are left out."""
     by_kind: dict[str, dict[int, dict[str, Any]]] = {"documents": {}, "answers": {}, "needles": {}}
-    for group, items in done.items():
-        kind, length = group.split()
-        if items:
-            by_kind[kind][int(length)] = items
+    for kind, length in sorted((group.split()[0], int(group.split()[1])) for group in done):
+        if items := done[f"{kind} {length}"]:
+            by_kind[kind][length] = items
     parts = []
     if by_kind["documents"] or by_kind["answers"]:
         parts.append(_text_table(about, by_kind["documents"], by_kind["answers"]))
@@ -77,11 +76,11 @@ def _text_table(about: dict[str, Any], documents: dict[int, dict[str, Any]], ans
         firsts = [[item[i] for item in items.values()] for i in ways]
         differ = [sum(first is not None for first in of_way) for of_way in firsts]
         columns.append(
-            (f"answers of {about['answer_tokens']} tokens changed", [f"{n} of {len(items)}" for n in differ])
+            (f"answers changed, of {about['answer_tokens']} tokens", [f"{n} of {len(items)}" for n in differ])
         )
         # An answer that does not differ counts as the number of its tokens.
         same = [statistics.median(about["answer_tokens"] if f is None else f for f in of_way) for of_way in firsts]
-        columns.append(("equal tokens at its start, median", [f"{n:g}" for n in same]))
+        columns.append(("equal tokens at the start, median", [f"{n:g}" for n in same]))
     return _rows(about, columns)
 
 
@@ -89,9 +88,7 @@ def _needle_table(about: dict[str, Any], needles: dict[int, dict[str, Any]]) -> 
     ways = range(len(about["ways"]))
     columns = []
     for length, items in needles.items():
-        bare = sum(item[-1] for item in items.values())
         cells = [f"{sum(item[i] for item in items.values())} of {len(items)}" for i in ways]
-        cells[0] += f" (unstated: {bare})"
         columns.append((f"{length:,} tokens", cells))
     for name, wanted in (("in the window", True), ("older", False)):
         cells = []
@@ -109,7 +106,9 @@ def _needle_table(about: dict[str, Any], needles: dict[int, dict[str, Any]]) -> 
             text = f"{sum(found)} of {len(found)}"
             cells.append(f"{text} ({100 * low:.0f} to {100 * high:.0f} %)" if found else "none asked")
         columns.append((name, cells))
-    return _rows(about, columns)
+    unstated = [f"{sum(item[-1] for item in items.values())} of {len(items)}" for items in needles.values()]
+    last = [f"{about['layers']} (full)", "everything; not stated", *unstated, "", ""]
+    return _rows(about, columns) + "| " + " | ".join(last) + " |\n"
 
 
 if __name__ == "__main__":

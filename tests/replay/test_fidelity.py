@@ -144,8 +144,16 @@ def test_the_tables_are_over_what_is_done(benchmark: Any) -> None:
     more = f"{100 * math.expm1(0.3):+.1f} ± {10 * math.exp(0.3):.1f} %"
     assert cells[3] == ["15 (L/2)", "64", more, "6.0 ± 1.0 %", "2 of 3", "3"]
     # Needles at depths 0.1 and 0.9 of 500 tokens: 450 and 50 tokens from the end.
-    assert cells[7] == ["30 (full)", "everything", "2 of 3 (unstated: 1)", "", ""]
+    assert cells[7] == ["30 (full)", "everything", "2 of 3", "", ""]
     assert cells[8] == ["15 (L/2)", "64", "1 of 3", "1 of 1 (21 to 100 %)", "0 of 2 (0 to 66 %)"]
+    assert cells[9] == ["30 (full)", "everything; not stated", "1 of 3", "", ""]
+
+
+def test_the_page_shows_the_tables_of_its_results(benchmark: Any) -> None:
+    result = json.loads((ROOT / "benchmarks/results/2026-12-01-h200/fidelity.json").read_text())
+    page = (ROOT / "docs/fidelity.md").read_text(encoding="utf-8")
+    for table in benchmark.fidelity_tables.tables(result["about"], result["done"]).split("\n\n"):
+        assert table.strip() in page
 
 
 def test_wilson_intervals_are_those_of_the_textbook(benchmark: Any) -> None:
