@@ -14,7 +14,7 @@ import torch
 
 from tidekv.errors import InvariantError
 from tidekv.memory.ledger import DYNAMIC, BoolArray, IntArray, Ledger
-from tidekv.memory.upload import upload
+from tidekv.memory.upload import INLINE_BYTES, upload
 from tidekv.streaming.schedule import StreamSchedule, build_schedule
 
 
@@ -91,12 +91,9 @@ class HostBatch:
         self, device: torch.device, slots: torch.Tensor | None = None, locs: torch.Tensor | None = None
     ) -> PackedBatch:
         """slots, locs: the same on the device, where they are there already."""
-        arrays = [np.concatenate([[0], np.cumsum(self.q_lens)]), self.kv_lens]
+        cu_q, kv_lens = upload(device, (np.concatenate([[0], np.cumsum(self.q_lens)]), self.kv_lens))
         if slots is None or locs is None:
-            arrays += [self.slots, self.locs]
-        cu_q, kv_lens, *own = upload(device, arrays)
-        if slots is None or locs is None:
-            slots, locs = own[0].view(self.slots.shape), own[1]
+            slots, locs = _there(device, self.slots), _there(device, self.locs)
         return PackedBatch(
             self.q_lens, self.kv_lens, cu_q, kv_lens, slots, locs,
             None if self.narrow is None else _narrow_on(device, self.narrow),
@@ -249,22 +246,26 @@ def _host_writes(
     return HostWritten(tokens, base, np.ascontiguousarray(layers.T), int(np.count_nonzero(layers)))
 
 
-def _narrow_on(device: torch.device, narrow: HostNarrow) -> NarrowTables:
-    def there(array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+def _there(device: torch.device, array: npt.NDArray[Any]) -> torch.Tensor:
+    """As `upload`, an array at a time: of any dtype, and aligned, since kernels are compiled for an alignment."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda" and array.nbytes > INLINE_BYTES:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
+
+def _narrow_on(device: torch.device, narrow: HostNarrow) -> NarrowTables:
     return NarrowTables(
         narrow.schedule,
-        there(narrow.schedule.position),
-        there(narrow.level),
-        tuple(there(part) for part in narrow.dynamic),
-        there(narrow.token_level),
-        there(narrow.token_dynamic),
+        _there(device, narrow.schedule.position),
+        _there(device, narrow.level),
+        tuple(_there(device, part) for part in narrow.dynamic),
+        _there(device, narrow.token_level),
+        _there(device, narrow.token_dynamic),
         narrow.leaves_out,
     )
 
 
 def _writes_on(device: torch.device, writes: HostWritten) -> HostWrites:
     tokens, base_rows = upload(device, (writes.tokens, writes.base_rows))
-    layers = torch.from_numpy(writes.layers).to(device, non_blocking=True)
-    return HostWrites(tokens, base_rows, layers, writes.num_written)
+    return HostWrites(tokens, base_rows, _there(device, writes.layers), writes.num_written)

@@ -19,6 +19,7 @@ from tidekv.memory.host_pool import HostKVPool
 from tidekv.memory.ledger import DYNAMIC, HIGH, LOW, NO_SLOTS, IntArray, Ledger
 from tidekv.memory.loc_holders import LocHolder, LocHolders
 from tidekv.memory.req_to_token import ReqToTokenPool
+from tidekv.memory.upload import upload
 from tidekv.pressure import repack
 from tidekv.pressure.decision import Decision
 from tidekv.pressure.ladder import Budgets
@@ -275,7 +276,7 @@ class PagedPoolState:
         copy, and no slice, which would cost as much as the rest of the call."""
         pages = self.ledger.free_list
         if self._device_free_list[0] != pages.version:
-            self._device_free_list = (pages.version, torch.from_numpy(pages.pages).to(self.device, non_blocking=True))
+            self._device_free_list = (pages.version, upload(self.device, (pages.pages,))[0])
         return self._device_free_list[1], (pages.head - n, n)
 
     def register_loc_holder(self, holder: LocHolder) -> Callable[[], None]:
