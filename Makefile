@@ -64,7 +64,8 @@ bench: $(STAMP) ## the benchmark tables
 # in a file here; two shims stand in for what has no CPU build.
 SGLANG := .venv-sglang/bin
 SGLANG_STAMP := .venv-sglang/.installed
-SGLANG_TESTS := SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/python -m pytest --durations=8
+# One thread each: up to three servers and a worker share the cores.
+SGLANG_TESTS := OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/python -m pytest --durations=8
 PACKAGES := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 $(SGLANG_STAMP): $(STAMP) pyproject.toml tests/sglang/requirements.txt tests/sglang/cpu_shims.py
 	test -x $(SGLANG)/python || "$(PYTHON)" -m venv .venv-sglang
