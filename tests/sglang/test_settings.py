@@ -113,9 +113,10 @@ def test_attention_backends_on_a_gpu(device: str) -> None:
     for name in ("triton", "flashinfer", "fa3"):
         assert refusals.refused_backends(name, name, device) == []
     (reason,) = refusals.refused_backends("trtllm_mha", "trtllm_mha", device)
-    assert reason.endswith("set --attention-backend triton, or flashinfer or fa3")
+    assert reason.startswith("attention backend 'trtllm_mha'")
+    assert reason.endswith("set --attention-backend triton (or flashinfer; fa3 on Hopper)")
     (reason,) = refusals.refused_backends("fa3", "flashinfer", device)
-    assert reason.startswith("prefills are read by fa3, decodes by flashinfer: set one --attention-backend for both")
+    assert reason.startswith("prefills are read by fa3, decodes by flashinfer: drop --prefill-attention-backend")
 
 
 def test_attention_backends_on_a_cpu() -> None:

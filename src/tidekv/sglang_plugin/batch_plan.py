@@ -39,6 +39,10 @@ class Moved:
 
 def lens_of(forward_batch: Any) -> tuple[IntArray, IntArray]:
     """(q_lens, kv_lens): new tokens and all tokens of each request, [B] int64, on the host."""
+    if forward_batch.seq_lens_cpu is None:
+        raise InvariantError(
+            "SGLang's batch has no lengths on the host, though nothing speculates; its pages are unknown"
+        )
     kv_lens = forward_batch.seq_lens_cpu.numpy().astype(np.int64)
     if forward_batch.forward_mode.is_decode():
         return np.ones(len(kv_lens), dtype=np.int64), kv_lens
