@@ -116,11 +116,11 @@ def test_a_window_leaves_old_pages_out_and_streams_nothing() -> None:
     assert_clean(engine)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_window_that_holds_the_context_is_exact(seed: int) -> None:
     load = random_load(random.Random(seed), 6, 36, 16)
     pool = max(int(0.4 * pages_together(load, 4)), *(ask.pages(4) for ask in load))
     engine = make_engine(8, pool, 4, host_pages=2000, rates=FAST, low_reads="window", window_tokens=64)
-    assert answers(engine, load) == ample_answers(8, load, 4)
-    assert engine.stats()["halvings_low"] == 0
+    assert answers(engine, load) == ample_answers(8, load, 4)  # paused at times, but never stepped while pages are due
+    assert not any(request.is_lossy for request in engine.requests.values())
     assert_clean(engine)

@@ -135,7 +135,35 @@ def test_window_streams_nothing_and_a_window_that_holds_everything_is_exact() ->
     assert window.stats["halvings_low"] > 0
     assert window.stats["streamed_bytes"] == 0
     whole = run_policy("narrow", PAGES, trace, ReplayConfig(8192, low_reads="window", window_tokens=4096))
-    assert whole.stats["halvings_low"] == 0
+    assert whole.stats["streamed_bytes"] == 0
+    assert not any(request.is_lossy for request in whole.requests)
+
+
+def test_low_with_a_window_pauses_for_high_and_comes_back_under_steps() -> None:
+    # 6 x 1,900 tokens: all recent pages do not fit, nor do they beside high priority's prompts.
+    trace = [low(i, 0.0, 1500, 400) for i in range(6)] + [high(6 + i, 1.0, 1500, 100) for i in range(3)]
+    config = ReplayConfig(8192, low_reads="window", window_tokens=512, prefill_chunk=1024, max_running=64)
+    run = run_policy("narrow", PAGES, trace, config)
+    assert_all_served(run, trace)
+    ample = run_policy("unlimited", 4 * PAGES, trace, config)
+    assert run.modelled is not None
+    assert run.modelled.behind_bytes > 0
+    assert run.modelled.moves_s < 0.05 * run.span_s
+    for index in (6, 7, 8):
+        assert ttft(run, index) <= 1.05 * ttft(ample, index) + 0.02
+        assert np.diff(run.requests[index].token_times_s).max() <= 1.05 * ample.step_s.max()
+
+
+def test_newcomers_with_a_window_do_not_take_what_parked_ones_wait_for() -> None:
+    # One burst of high priority parks the first ones; after it small ones keep coming, more than there is room for.
+    trace = [low(i, 0.0, 1500, 300) for i in range(4)] + [high(4, 0.5, 7800, 100)]
+    trace += [low(5 + i, 1.0 + 0.05 * i, 1400, 150) for i in range(60)]
+    config = ReplayConfig(8192, low_reads="window", window_tokens=512, prefill_chunk=1024, max_running=64)
+    run = run_policy("narrow", PAGES, trace, config)
+    assert_all_served(run, trace)
+    assert run.stats["parkings"] > 0
+    for request in run.requests[:4]:
+        assert np.diff(request.token_times_s).max() < 0.4 * run.span_s
 
 
 def test_a_replay_is_a_pure_function_and_reports_everything(tmp_path: Path) -> None:

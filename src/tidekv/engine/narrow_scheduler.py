@@ -46,7 +46,7 @@ class NarrowScheduler(Scheduler):
         max_pause_steps: int = 4096,
     ) -> None:
         super().__init__(memory, "narrow", prefill_chunk, max_running)
-        self.widths = RequestWidths(memory)
+        self.widths = RequestWidths(memory, read_modes)
         self.rates = rates
         self.read_modes = read_modes
         self.high_share = high_share
@@ -164,16 +164,13 @@ class NarrowScheduler(Scheduler):
         return request.is_high_priority or self._mode(request).streams_nothing
 
     def _is_paused(self, request: Request) -> bool:
-        """Decodes, but some of what it must read is not on the device."""
-        return request.state is RequestState.DECODE and request.away_cells > 0 and not self._opens_wide(request)
+        """Low priority that decodes, but some of what it must read is not on the device."""
+        return request.state is RequestState.DECODE and request.due_pages > 0 and not request.is_high_priority
 
-    def _is_low_window(self, request: Request) -> bool:
-        """Low priority that is never paused, so for high priority it has to be parked."""
-        return (
-            not request.is_high_priority
-            and request.state is RequestState.DECODE
-            and self._mode(request).streams_nothing
-        )
+    def _may_pause(self, request: Request) -> bool:
+        """Low priority that decodes with a window: it gives up its old pages and goes on, then the recent ones."""
+        is_window = not request.is_high_priority and self._mode(request).streams_nothing
+        return is_window and request.state is RequestState.DECODE and not request.due_pages
 
     @staticmethod
     def _is_low_prompt(request: Request) -> bool:
@@ -187,10 +184,23 @@ class NarrowScheduler(Scheduler):
         return max(0, self.memory.pages(request.num_computed) - sum(mode.kept()) - -(-request.away_cells // away))
 
     def _pages_away(self, request: Request) -> int:
-        """Pages that it takes to give a request its full width."""
-        if request.parked is not None:
-            return len(request.parked)
-        return -(-request.away_cells * self.cell_bytes // self._slot_bytes())
+        """Pages that it takes until nothing is due to it any more."""
+        if request.parked is None:
+            return request.due_pages
+        pages, mode = len(request.parked), self._mode(request)
+        if not mode.streams_nothing or self._return_width(request) > mode.width(self.memory.allocator.ledger.ladder):
+            return pages
+        layers = self.memory.allocator.ledger.geometry.layer_num
+        return min(pages, sum(mode.kept()) + -(-pages * self._return_width(request) // layers))
+
+    def _return_width(self, request: Request) -> int:
+        """At which it comes back from being parked. What it reads in full is widened after that; of high priority, and
+        of a prompt with a window, everything comes back at once."""
+        ledger = self.memory.allocator.ledger
+        in_prompt = self._opens_wide(request) and not request.output_ids
+        if request.is_high_priority or in_prompt:
+            return ledger.geometry.layer_num
+        return self._mode(request).width(ledger.ladder)
 
     # ---- 1: width comes back -----------------------------------------------------------------------------------
 
@@ -213,7 +223,8 @@ class NarrowScheduler(Scheduler):
             if not behind and min(self.move_bytes, left) < batch:
                 return  # save up: every batch rewrites the tables of locations once
             steps_left = request.sampling.max_new_tokens - len(request.output_ids)
-            if request.parked is None and not policy.restore_pays(batch, batch, steps_left):
+            streams = not self._mode(request).streams_nothing
+            if streams and request.parked is None and not policy.restore_pays(batch, batch, steps_left):
                 continue  # its last token: streaming it once costs the same and needs no page
             if need + spare > self.widths.available_pages():
                 self._give_way(request, need + spare)
@@ -227,13 +238,15 @@ class NarrowScheduler(Scheduler):
                 request.turn_end = len(request.output_ids) + self._quantum(request)
             if behind and request.state is not RequestState.DECODE:
                 continue  # it was parked in its prompt
-            if behind:
+            need = self._pages_away(request)
+            widened = 0
+            if behind and need:
                 most = (hidden - self.arriving_bytes) // self._slot_bytes()
                 widened = self.widths.widen_behind(request, min(need, most))
                 self.arriving_bytes += widened * self._slot_bytes()
                 if widened:
                     self.arriving.add(request)
-            else:
+            if need and not widened:  # nor where none of its pages may come in behind a step
                 most = min(self.move_bytes, left) // self._slot_bytes()
                 widened = self.widths.widen(request, max(1, min(need, most)))
                 self.move_bytes -= widened * self._slot_bytes()
@@ -260,9 +273,10 @@ class NarrowScheduler(Scheduler):
 
     def _wants_width(self, request: Request) -> bool:
         """It decodes narrow, or is a prompt whose narrow context the next chunk would not hide."""
-        if request.away_cells == 0 or self._mode(request).streams_nothing:
+        if not request.due_pages:
             return False
-        return request.state is RequestState.DECODE or self._hidden_context(request, self.prefill_chunk) <= 0
+        is_read = request.state is RequestState.DECODE or self._mode(request).streams_nothing
+        return is_read or self._hidden_context(request, self.prefill_chunk) <= 0
 
     def _move_limit(self) -> int:
         """Bytes that widening may take out of this step at once, of what was saved up for it."""
@@ -271,10 +285,8 @@ class NarrowScheduler(Scheduler):
         return max(batch, policy.burst_bytes(self.rates, self.step_s, 0 if prompts else self.prefill_chunk))
 
     def _unpark(self, request: Request) -> bool:
-        """Back on the device at minimum width (widening comes after); at full width where new pages are."""
-        pages = self._pages_away(request)
-        layers = self.memory.allocator.geometry.layer_num
-        width = layers if self._opens_wide(request) else self.widths.lowest_width
+        """Back on the device; widening comes after."""
+        pages, width = len(request.owned_pages), self._return_width(request)
         with self.widths.opening_low_at(width):
             if not self.memory.unpark(request):
                 return False
@@ -323,7 +335,11 @@ class NarrowScheduler(Scheduler):
         while victims and (missing := demand - self.widths.available_pages()) > 0:
             self._narrow(victims.pop(), policy.pages_to_narrow(missing))
             demand = self._demand()
-        paused = sorted((r for r in self.running if self._is_paused(r) or self._is_low_window(r)), key=self._rank)
+        windows = sorted((r for r in self.running if self._may_pause(r)), key=self._rank)
+        while windows and demand > self.widths.available_pages():
+            self._narrow(windows.pop(), whole=True)
+            demand = self._demand()
+        paused = sorted((r for r in self.running if self._is_paused(r)), key=self._rank)
         # The last one stays: a prompt that then finds no row (parked requests keep theirs) would leave nobody to step.
         while paused and len(self.running) > 1 and demand > self.widths.available_pages() and self._park(paused[-1]):
             paused.pop()
@@ -366,7 +382,7 @@ class NarrowScheduler(Scheduler):
         """It leaves the device whole. False, nothing changed: the host is full."""
         if not self.memory.park(request):
             return False
-        request.away_cells = 0
+        request.away_cells = request.due_pages = 0
         self.running.remove(request)
         self.parked.append(request)
         self.num_parkings += 1
@@ -393,11 +409,11 @@ class NarrowScheduler(Scheduler):
         staged = -(-self.memory.pages(min(low, self.prefill_chunk)) // slots_a_page)
         return pages + 2 * (staged + (low > 0))
 
-    def _narrow(self, victim: Request, max_slots: int | None = None) -> int:
-        """Narrow its pages, the last `max_slots` of those that its read mode lets narrow. Returns the pages; 0: none
-        could be."""
+    def _narrow(self, victim: Request, max_slots: int | None = None, *, whole: bool = False) -> int:
+        """Narrow its pages, the last `max_slots` of those that its read mode lets narrow; `whole`: also those that it
+        then waits for. Returns the pages; 0: none could be."""
         mode = self._mode(victim)
-        first, last = mode.kept()
+        first, last = (0, 0) if whole else mode.kept()
         width = mode.width(self.memory.allocator.ledger.ladder)
         narrowed = self.widths.narrow(victim, width, first, last, max_slots)
         self.num_narrowings += narrowed > 0
@@ -423,8 +439,10 @@ class NarrowScheduler(Scheduler):
         slots = sum(self.memory.pages(self.full_length(r)) for r in admitted)
         if slots * self.memory.page_size > self.largest_pool():
             return False
-        if self._opens_wide(request):
+        if request.is_high_priority or (self._opens_wide(request) and not self.parked):
             return self._fits_with_room_made(request)
+        if self._opens_wide(request):
+            return self._fits_wide(request)
         if len(self.running) >= self.max_running - self.max_running // 4:
             return False
         paused = [r for r in self.running if r.away_cells and not self._opens_wide(r)]
@@ -467,8 +485,7 @@ class NarrowScheduler(Scheduler):
         """The rest of its prompt has room at full width, beside what those before it need to get theirs back."""
         need = self.memory.pages(request.num_tokens) - self.memory.pages(request.num_computed) + len(self.running)
         mine = self._rank(request)
-        before = (r for r in [*self.running, *self.parked] if (r.away_cells or r.parked is not None))
-        owed = sum(self._pages_away(r) for r in before if not self._mode(r).streams_nothing and self._rank(r) < mine)
+        owed = sum(self._pages_away(r) for r in [*self.running, *self.parked] if self._rank(r) < mine)
         return need + owed <= self.widths.available_pages()
 
     # ---- 3: decode ---------------------------------------------------------------------------------------------
@@ -490,6 +507,9 @@ class NarrowScheduler(Scheduler):
         for victim in sorted((r for r in chosen if not r.is_high_priority), key=self._rank, reverse=True):
             if self._wide_pages(victim) > 0 and self._narrow(victim):
                 return victim
+        for victim in sorted((r for r in chosen if self._may_pause(r)), key=self._rank, reverse=True):
+            if self._narrow(victim, whole=True):
+                return victim
         if self._narrow_highs(self.widths.available_pages() + self.widths.new_pages(chosen)):
             return chosen[-1]
         last = max(chosen, key=self._rank)
@@ -497,9 +517,8 @@ class NarrowScheduler(Scheduler):
 
     def _plan_first(self, plan: StepPlan) -> None:
         """The first in rank of those that decode is stepped, whatever it costs: the ladder, then parking."""
-        self._settle()
         while requests := [r for r in self.running if r.state is RequestState.DECODE]:
-            first = min(requests, key=self._rank)
+            first = self._bring_in(min(requests, key=self._rank))
             if self.memory.decode([first]) or self._decode_by_ladder([first]):
                 plan.work.append((first, 1))
                 return
@@ -517,9 +536,19 @@ class NarrowScheduler(Scheduler):
         chosen = [r for r in requests if not self._is_paused(r) and r not in self.arriving]
         prompts = self.waiting or any(r.state is RequestState.PREFILL for r in self.running)
         if not chosen and requests and not prompts:
-            self._settle()
-            return [min(requests, key=self._rank)]
+            return [self._bring_in(min(requests, key=self._rank))]
         return chosen
+
+    def _bring_in(self, request: Request) -> Request:
+        """It is stepped now: what its window reads in full comes before the step, and the last of low priority make
+        room."""
+        self._settle()
+        while self._mode(request).streams_nothing and request.due_pages:
+            self.widths.widen(request, request.due_pages)
+            others = [r for r in self.running if r is not request and not r.is_high_priority]
+            if not others or not request.due_pages or not self._park(max(others, key=self._rank)):
+                break
+        return request
 
     def _settle(self) -> None:
         """Whoever is arriving may be stepped after all: what he waits for comes before the step."""
@@ -541,6 +570,12 @@ class NarrowScheduler(Scheduler):
 
     def _prefill(self, plan: StepPlan, request: Request, budget: int) -> int:
         allocator = self.memory.allocator
+        self.widths.count_away([request])  # it may begin with cached pages that are narrow
+        if self._mode(request).streams_nothing and request.due_pages:
+            self.move_bytes -= self.widths.widen(request, request.due_pages) * self._slot_bytes()
+            if request.due_pages and plan.work:
+                return 0
+            self._bring_in(request)
         # A window's prompt is opened wide: its recent pages must be, and its old ones narrow when others need room.
         if self._opens_wide(request) or self._fits_wide(request):
             done = self._extend(plan, request, budget)
@@ -586,7 +621,8 @@ class NarrowScheduler(Scheduler):
         reading = [r for r, _ in plan.work if not self._mode(r).streams_nothing]
         self.streamed_bytes = sum(r.away_cells for r in reading) * self.cell_bytes
         planned = set(reading)
-        paused = [r for r in self.running if self._is_paused(r) and r not in planned and r not in self.arriving]
+        paused = [r for r in self.running if self._is_paused(r) and not self._mode(r).streams_nothing]
+        paused = [r for r in paused if r not in planned and r not in self.arriving]
         # A step that streams takes longer by the host's part: whoever else is in it is paid for by the move budget.
         lengthens = policy.narrow_step_bytes(self.rates) if plan.work and not self.streamed_bytes else 0
         if lengthens > max(0, self.move_bytes):

@@ -56,6 +56,7 @@ class Request:
     # [pages we own] host pages while we are parked there whole, else None
     parked: NDArray[np.int64] | None = None
     away_cells: int = 0  # cells of our pages that are not on the device, when last counted; 0 = full width
+    due_pages: int = 0  # narrow pages that its read mode reads in full, when last counted (a window: the recent ones)
     is_lossy: bool = False  # computed with old pages left out (a window): its KV is never shared with others
     turn_end: int = 0  # output tokens up to which nobody of its class takes its place, once it was overdue and came in
     lost_tokens: int = 0  # retraction: tokens that had KV; admission counts those it does not find in the prefix cache

@@ -8,15 +8,17 @@ from contextlib import contextmanager
 import numpy as np
 
 from tidekv.engine.memory import RequestMemory
+from tidekv.engine.read_modes import ReadModes
 from tidekv.engine.request import Request
-from tidekv.memory.ledger import HIGH, LOW, NO_SLOTS, IntArray
+from tidekv.memory.ledger import HIGH, LOW, BoolArray, IntArray
 
 
 class RequestWidths:
     """Counts and changes the widths of the pages of requests that hold a row."""
 
-    def __init__(self, memory: RequestMemory) -> None:
+    def __init__(self, memory: RequestMemory, read_modes: ReadModes) -> None:
         self.memory = memory
+        self.read_modes = read_modes
         self.allocator = memory.allocator
 
     @property
@@ -48,17 +50,30 @@ class RequestWidths:
         return sum(r.num_computed % page_size == 0 for r in requests)
 
     def count_away(self, requests: list[Request]) -> None:
-        """Set `away_cells` of each: cells of its pages that are not on the device; 0 is full width."""
+        """Set `away_cells` of each, cells of its pages that are not on the device (0 is full width), and `due_pages`,
+        those narrow pages that its read mode reads in full."""
         ledger = self.allocator.ledger
         if not ledger.any_narrow or not requests:
             for request in requests:
-                request.away_cells = 0
+                request.away_cells = request.due_pages = 0
             return
         slots = self.memory.slots_of(requests)
+        levels = np.where(slots > 0, ledger.levels_of(slots), 0)
         away = ledger.geometry.layer_num - np.array(ledger.ladder, dtype=np.int64)
-        cells = np.where(slots > 0, away[ledger.levels_of(slots)], 0).sum(1)
-        for request, count in zip(requests, cells.tolist(), strict=True):
-            request.away_cells = count
+        cells = away[levels].sum(1)
+        due = ((levels > 0) & self._read_in_full(requests, slots.shape[1])).sum(1)
+        for request, away_cells, due_pages in zip(requests, cells.tolist(), due.tolist(), strict=True):
+            request.away_cells, request.due_pages = away_cells, due_pages
+
+    def _read_in_full(self, requests: list[Request], columns: int) -> BoolArray:
+        """[R, columns] pages that each request reads in all layers: all of them, or those that a window keeps."""
+        column, every = np.arange(columns), np.ones((len(requests), columns), dtype=np.bool_)
+        for row, request in enumerate(requests):
+            mode = self.read_modes.of(request.is_high_priority)
+            if mode.streams_nothing:
+                first, last = mode.kept()
+                every[row] = (column < first) | (column >= self.memory.pages(request.num_computed) - last)
+        return every
 
     def narrow(
         self, request: Request, width: int, keep_first: int = 0, keep_last: int = 0, max_slots: int | None = None
@@ -78,16 +93,17 @@ class RequestWidths:
         self.count_away([request])
         return narrowed
 
-    def narrow_slots(self, request: Request) -> IntArray:
-        """Combined ids of its pages below full width, in order of their tokens."""
+    def due_slots(self, request: Request) -> IntArray:
+        """Combined ids of its `due_pages`, in order of their tokens."""
         slots = self.memory.slots_of([request])[0]
-        slots = slots[slots > 0]
-        return slots[self.allocator.ledger.levels_of(slots) > 0] if len(slots) else NO_SLOTS
+        narrow = np.where(slots > 0, self.allocator.ledger.levels_of(slots), 0) > 0
+        due: IntArray = slots[narrow & self._read_in_full([request], len(slots))[0]]
+        return due
 
     def widen(self, request: Request, max_slots: int) -> int:
-        """Widen up to `max_slots` of its narrow pages, the oldest tokens first, into pages that can be had without
+        """Widen up to `max_slots` of its due pages, the oldest tokens first, into pages that can be had without
         pressure. Returns the pages widened."""
-        widened = self.allocator.widen_slots(self.narrow_slots(request)[:max_slots])
+        widened = self.allocator.widen_slots(self.due_slots(request)[:max_slots])
         self.count_away([request])
         return widened
 
@@ -98,7 +114,7 @@ class RequestWidths:
         Only pages whose host copy stays theirs: the host page of another one is free at once, and this very plan may
         give it away. Only pages that no other running request reads.
         """
-        slots = self.narrow_slots(request)
+        slots = self.due_slots(request)
         if self.memory.prefix_cache is not None and (
             shared := self.memory.prefix_cache.num_shared(request.prefix_nodes)
         ):
