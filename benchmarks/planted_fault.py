@@ -1,6 +1,7 @@
 """A fault on purpose, to see that a comparison of answers can fail: a plugin of SGLang beside tidekv's.
 
-Of every request that goes on after a pause, the pages that come back read the next page's K and V in one layer.
+Of every request that goes on after a pause, the pages that come back read the next page's K and V in one layer: the
+middle one, which is moved on the device. (What comes from the host may come later and would put it right.)
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
-LAYER = 3
 
 
 def register() -> None:
@@ -27,8 +26,9 @@ def register() -> None:
         slots = slots[(slots > 0) & (ledger.levels_of(slots) == 0)]
         if widened and len(slots) > 1:
             pool = allocator.core.kvcache
-            rows = torch.from_numpy(slots[:, None] * size + np.arange(size)).to(pool.get_key_buffer(LAYER).device)
-            for buffer in (pool.get_key_buffer(LAYER), pool.get_value_buffer(LAYER)):
+            layer = pool.get_layer_num() // 2
+            rows = torch.from_numpy(slots[:, None] * size + np.arange(size)).to(pool.get_key_buffer(layer).device)
+            for buffer in (pool.get_key_buffer(layer), pool.get_value_buffer(layer)):
                 buffer[rows] = buffer[rows.roll(1, 0)]
         return widened
 

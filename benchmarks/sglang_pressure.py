@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gzip
 import itertools
 import json
 import os
@@ -47,6 +48,7 @@ DIST_INFO = {
 }
 PLANTED = "planted_fault = benchmarks.planted_fault:register\n"
 REFERENCE, FLOOR, FAULT = "stock, ample", "stock, small", "tidekv, small, overlap, a fault planted"
+ANSWERS = "answers.json.gz"
 DAMAGED = "stock, ample, scored with a page of other tokens"
 
 
@@ -331,10 +333,13 @@ def watch(process: subprocess.Popen[str], log: Path, seconds: float) -> bool:
     return process.poll() is not None
 
 
-def judge(results: list[dict[str, Any]], raw: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the answers of each run came to, and whether it passes; raw: answers and scores by run. Raises KeyError if
-    stock, ample or small, is not among them."""
+def judge(raw: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the answers of each run came to, and whether it passes; raw: answers, scores and counts by run. Nothing if
+    stock, ample and small, are not among them."""
+    if FLOOR not in raw or "scores" not in raw.get(REFERENCE, {}):
+        return []
     last = raw[REFERENCE]
+    raw = {name: mine for name, mine in raw.items() if name in last["scores"]}
     reference, floor = last["answers"], {}
     out: list[dict[str, Any]] = []
     for name in sorted(raw, key=lambda name: name != FLOOR):
@@ -342,8 +347,7 @@ def judge(results: list[dict[str, Any]], raw: dict[str, dict[str, Any]]) -> list
         found = sglang_answers.figures(mine["answers"], mine["logprobs"], last["scores"][name], reference)
         floor = floor or found
         why = sglang_answers.beyond(found, sglang_answers.limits(floor))
-        counts = next(r for r in results if r["run"] == name and r["phase"] == "answers")
-        if name.startswith("tidekv") and not counts.get("gb_from_host"):
+        if name.startswith("tidekv") and not mine["counts"].get("gb_from_host"):
             why.append("nothing came back from the host, so that nothing was compared")
         out.append({"run": name, "phase": "judged", **found, "passes": not why, "why": "; ".join(why)})
     damaged = sglang_answers.figures(reference, last["logprobs"], last["damaged"], reference)
@@ -391,6 +395,7 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="+", metavar="RUN", help="these runs of the group, by name, in this order")
     parser.add_argument("--seconds", type=float, default=120, help="limit for one engine once it serves")
+    parser.add_argument("--judge", action="store_true", help=f"only judge the answers that lie in --out ({ANSWERS})")
     parser.add_argument("--smoke", action="store_true", help="check this program on a CPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -400,6 +405,9 @@ def main() -> int:
         run = Run(given["name"], given["tide"], given["engine"], tuple(given["phases"]))
         child(run, args.config, args.smoke, args.folder)
         return 0
+    if args.judge:
+        with gzip.open(args.out / ANSWERS, "rt") as file:
+            return tell(args.out, [], judge(json.load(file)), [])
     with tempfile.TemporaryDirectory() as folder:
         config = args.config
         if args.group == "answers":
@@ -432,17 +440,22 @@ def measure(parser: argparse.ArgumentParser, args: argparse.Namespace, config: s
         now, long = start(run, config, args.seconds, args.smoke, told)
         results += now
         if "answers" in long:
-            raw[run.name] = long
+            counts = next(r for r in now if r["phase"] == "answers")
+            raw[run.name] = long | {"counts": {name: counts[name] for name in COUNTS if name in counts}}
+            with gzip.open(args.out / ANSWERS, "wt") as file:  # for `--judge`
+                json.dump(raw, file)
         with (args.out / "sglang_pressure.jsonl").open("a") as file:
             file.writelines(json.dumps(r) + "\n" for r in now)
     wrong = [f"{r['run']}: {r['reason']}" for r in results if r["phase"] == "failed"]
-    if "scores" in raw.get(REFERENCE, {}) and FLOOR in raw:
-        judged = judge(results, {name: raw[name] for name in raw if name in raw[REFERENCE]["scores"]})
-        results += judged
-        with (args.out / "sglang_pressure.jsonl").open("a") as file:
-            file.writelines(json.dumps(r) + "\n" for r in judged)
-        wrong += verdict(judged)
-    print(report(results))
+    return tell(args.out, results, judge(raw), wrong)
+
+
+def tell(out: Path, results: list[dict[str, Any]], judged: list[dict[str, Any]], wrong: list[str]) -> int:
+    """Write down and print what came out; the exit code."""
+    with (out / "sglang_pressure.jsonl").open("a") as file:
+        file.writelines(json.dumps(r) + "\n" for r in judged)
+    wrong += verdict(judged)
+    print(report(results + judged))
     print("\n".join(f"not as it should be: {text}" for text in wrong) or "everything as it should be")
     return 1 if wrong else 0
 
