@@ -117,6 +117,7 @@ class World:
     def step(self) -> list[Any]:
         """One decode; those that ran."""
         self.tide.end_step()
+        self.tide.core.repacker.behind.join()
         if self.paused.is_due(self.running):
             self.running = self.paused.join(self.running)
         batch = self.running
@@ -134,6 +135,8 @@ class World:
             seen, _ = self.paused.pages.parts(req, pages)
             slots = self.tide.pages.slots_of(seen)
             self.ran_narrow += bool((self.tide.core.ledger.levels_of(slots) > 0).any())
+            behind = self.tide.core.repacker.behind
+            assert not (behind.is_pending and behind.touches(slots)), "a page is read whose copies run under this step"
         last = self.rows[[row_of(req) for req in ran], lens - 1]
         opens = (lens % PAGE_SIZE == 0).astype(np.int64)
         touched = np.unique(last.numpy()[opens == 0].astype(np.int64) // PAGE_SIZE)
@@ -201,6 +204,51 @@ def test_pressure_pauses_and_everybody_ends_at_full_width() -> None:
     assert world.ran_narrow == 0
     assert all(req.priority == HIGH for req in world.done[:2]), "high requests are never paused"
     assert world.tide.core.num_halvings
+
+
+def test_what_comes_back_comes_under_a_step_of_the_others() -> None:
+    world = World()
+    for i in range(8):
+        assert world.prefill(8, 40, HIGH if i % 4 == 0 else 0)
+    counters, behind = world.tide.core.repacker.counters, world.tide.core.repacker.behind
+    arrivals = 0
+    while len(world.done) < 8:
+        ran = world.step()
+        arriving = set(world.paused.arriving)
+        assert not arriving & set(ran)
+        if arriving:
+            arrivals += 1
+            assert behind.is_pending
+            assert arriving <= set(world.step()), "they run in the next step, and nobody else comes in between"
+    cell_bytes = world.tide.core.geometry.cell_bytes
+    assert arrivals > 3
+    # Not the pages that were being filled, nor those of the last ones, who had nobody to come in under.
+    assert behind.num_cells * cell_bytes > 0.5 * counters.from_host_bytes
+    world.run()
+    world.assert_clean()
+
+
+def test_a_page_that_paused_before_is_not_copied_out_again() -> None:
+    world = World(quantum=1, turn=0)
+    low, other = world.prefill(60, 60), world.prefill(60, 60)
+    counters, core = world.tide.core.repacker.counters, world.tide.core
+    while not world.paused.paused:
+        world.step()
+    (paused,) = world.paused.paused
+    assert paused is other
+    first = counters.to_host_bytes
+    while world.paused.paused:
+        world.step()
+    complete = committed_len(other) // PAGE_SIZE
+    (pages,) = world.paused.pages.of([other])
+    assert core.ledger.backed[world.tide.pages.slots_of(pages)][: complete - 2].all()
+    assert low.finished()
+    before = counters.to_host_bytes
+    assert world.prefill(100, 2, HIGH)
+    assert other in world.paused.paused
+    assert counters.to_host_bytes - before < first / 8, "two pages of 19 have come since, or are still being filled"
+    world.run()
+    world.assert_clean()
 
 
 def test_old_pages_of_windows_narrow_before_anybody_pauses_and_stay_narrow() -> None:

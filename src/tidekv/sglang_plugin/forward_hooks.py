@@ -21,6 +21,7 @@ def forward_raw(original: Original, runner: Any, forward_batch: Any, *args: Any,
     attention = runner.attn_backend
     if not isinstance(attention, TideAttention):
         return original(runner, forward_batch, *args, **kwargs)
+    attention.tide.core.repacker.behind.fork()
     with attention.planned(forward_batch) as plan:
         graphs = narrow_graphs(runner, attention)
         if graphs is not None and not graphs.is_prepared and forward_batch.forward_mode.is_decode():

@@ -104,6 +104,7 @@ def get_next_batch_to_run(original: Original, scheduler: Any, running_batch: Any
     tide = here()
     if tide.allocator is not None:
         tide.allocator.end_step()
+        tide.allocator.core.repacker.behind.join()
         paused = tide.allocator.paused
         if paused is not None and paused.is_due(running_batch):
             scheduler.running_batch = running_batch = paused.join(running_batch)

@@ -8,7 +8,7 @@ received; the next decode splits them off again. Who pauses is decided in `pausi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ class PausedRequests:
         self.pages = RequestPages(allocator, rows, is_high)
         self.batch: Any = None  # the paused ones, while they are split off
         self.paused: dict[Any, Paused] = {}
+        self.arriving: set[Any] = set()  # paused ones whose pages come in under this step: they run in the next
         self.running: Any = None  # the batch that a prefill may take pages from
         self.num_resting = 0  # narrow pages that nobody reads, since only paused requests hold them
         self.num_pauses = self.num_resumes = self.num_steps = 0
@@ -81,6 +82,7 @@ class PausedRequests:
         if any(ledger.level):  # what the ladder once took is not taken from new pages
             ledger.level[HIGH] = ledger.level[LOW] = 0
         self._forget()
+        self._go_on(self.arriving)
         changed = self._mixed
         if changed:
             self.join(batch)
@@ -89,7 +91,7 @@ class PausedRequests:
             return
         self._count_owed(batch)
         for _ in range(8):  # shared pages give up less than they seem to: look again
-            reqs = self._everybody(batch)
+            reqs = [req for req in self._everybody(batch) if req not in self.arriving]
             members = [self._member(req) for req in reqs]
             demand = sum(m.opens for m in members if not m.paused)
             if demand > self._free():
@@ -99,7 +101,7 @@ class PausedRequests:
                 break
             changed = True
             self._pause([reqs[i] for i in choice.pause], reqs)
-            self._resume([reqs[i] for i in choice.resume])
+            self._resume([reqs[i] for i in choice.resume], batch)
             if not choice.pause:
                 break
         if changed:
@@ -141,6 +143,7 @@ class PausedRequests:
         gone = [req for req in self.paused if req.finished() or row_of(req) is None]
         for req in {*ending, *gone}:
             del self.paused[req]
+            self.arriving.discard(req)
         if ending or gone:
             self._mixed = True
             self._count_away()
@@ -149,6 +152,7 @@ class PausedRequests:
         """These are prefilled, again perhaps: they run."""
         for req in reqs:
             self.paused.pop(req, None)
+            self.arriving.discard(req)
 
     def _member(self, req: Any) -> Member:
         known = self.paused.get(req)
@@ -230,12 +234,17 @@ class PausedRequests:
         if not chosen:
             return
         leaving = set(chosen)
-        others = [req for req in everybody if req not in leaving and req not in self.paused]
+        others = [req for req in everybody if req not in leaving and (req not in self.paused or req in self.arriving)]
         theirs = np.unique(np.concatenate([NO_SLOTS, *self.pages.of(others)]))
         parts = [self.pages.parts(req, pages) for req, pages in zip(chosen, self.pages.of(chosen), strict=True)]
         mine = [seen[~np.isin(seen, theirs)] for seen, _ in parts]
         ledger, window = self.allocator.core.ledger, self.allocator.window
-        narrowed = self.pages.narrow(mine, ledger.ladder[-1])
+        # What a request goes on filling is no copy for long.
+        complete = [
+            np.setdiff1d(pages, every[committed_len(req) // self.rules.page_size :])
+            for req, pages, every in zip(chosen, mine, self.pages.of(chosen), strict=True)
+        ]
+        narrowed = self.pages.narrow(mine, ledger.ladder[-1], complete)
         if window is not None:
             old = [pages[~np.isin(pages, theirs)] for _, pages in parts]
             self.allocator.num_window_pages += self.pages.narrow(old, ledger.ladder[window.level(ledger)])
@@ -247,16 +256,32 @@ class PausedRequests:
             self.num_pauses += 1
         self._count_away()
 
-    def _resume(self, chosen: Sequence[Any]) -> None:
-        """They get their pages back, as many as there are, and decode from now on."""
+    def _resume(self, chosen: Sequence[Any], batch: Any) -> None:
+        """They get their pages back, as many as there are. While others decode, what comes from the host comes under
+        their step, and these go on in the next; but pages that those read come at once."""
         if not chosen:
             return
+        self.num_resumes += len(chosen)
         pages = np.unique(np.concatenate([NO_SLOTS, *(self.paused[req].pages for req in chosen)]))
+        others = [req for req in batch.reqs if req not in self.paused and not req.finished()]
+        theirs = np.concatenate([NO_SLOTS, *self.pages.of(others)])
+        behind = self.pages.widen_behind(np.setdiff1d(pages, theirs)) if others else 0
         self.pages.widen(pages)
+        if behind:
+            self.arriving.update(chosen)
+            self._count_away()
+        else:
+            self._go_on(chosen)
+
+    def _go_on(self, chosen: Collection[Any]) -> None:
+        """They decode from now on."""
+        if not chosen:
+            return
         for req in chosen:
             del self.paused[req]
             req.tidekv_came = self.num_steps
-        self.num_resumes += len(chosen)
+        self.arriving = self.arriving - set(chosen)
+        self._mixed = True
         self._count_away()
 
     def widen_running(self, batch: Any) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tidekv.allocator import DynamicPagedTokenToKVPoolAllocator
 from tidekv.memory.ledger import DYNAMIC, HIGH, LOW, IntArray
-from tidekv.pressure.repack import Work
+from tidekv.pressure.repack import Work, leaving_cells
 from tidekv.sglang_plugin.page_mirror import PageMirror
 from tidekv.sglang_plugin.virtual_pages import VirtualPages
 from tidekv.sglang_plugin.window import Window
@@ -53,6 +53,21 @@ class TideCore(DynamicPagedTokenToKVPoolAllocator):
         if self.fence is not None:
             self.fence()
         super()._apply(work)
+
+    def back_up(self, slots: IntArray) -> None:
+        """Every layer of these full-width slots ([n] combined ids) goes to the host, as far as there is room, and the
+        copy stays theirs until they are freed. Nobody may write into them any more.
+
+        Narrowing them then copies nothing, and what comes back when they widen may come under a step.
+        """
+        ledger = self.ledger
+        slots = slots[~ledger.backed[slots]]
+        ledger.write_through(slots)
+        slots = slots[ledger.backed[slots]]
+        if len(slots):
+            full_width = np.zeros(len(slots), dtype=np.int64)
+            cells = leaving_cells(ledger, slots, full_width, None, ledger.host_pages_of(slots))
+            self._apply(Work("back up", LOW, to_host=cells))
 
 
 class PressedPages:

@@ -43,24 +43,37 @@ class RequestPages:
         narrow: BoolArray = self.allocator.core.ledger.levels_of(self.allocator.pages.slots_of(pages)) > 0
         return narrow
 
-    def narrow(self, pages: Sequence[IntArray], width: int) -> int:
-        """Cut those of these virtual pages that are full width and of low priority, in one repack; how many."""
-        ledger = self.allocator.core.ledger
-        slots = self.allocator.pages.slots_of(np.unique(np.concatenate([NO_SLOTS, *pages])))
-        slots = slots[(slots > 0) & (ledger.levels_of(slots) == 0)]
-        slots = slots[ledger.page_code[slots] == LOW]  # a full-width slot has the id of its page
-        return int(self.allocator.core.narrow_slots(slots, width)) if len(slots) else 0
+    def narrow(self, pages: Sequence[IntArray], width: int, complete: Sequence[IntArray] = ()) -> int:
+        """Cut those of these virtual pages that are full width and of low priority, in one repack; how many.
+
+        complete: those of them that no token is written into any more: the host keeps every layer of them.
+        """
+        core = self.allocator.core
+        ids = np.unique(np.concatenate([NO_SLOTS, *pages]))
+        slots = self.allocator.pages.slots_of(ids)
+        taken = (slots > 0) & (core.ledger.levels_of(slots) == 0)
+        taken[taken] = core.ledger.page_code[slots[taken]] == LOW  # a full-width slot has the id of its page
+        if not taken.any():
+            return 0
+        core.back_up(slots[taken & np.isin(ids, np.concatenate([NO_SLOTS, *complete]))])
+        return int(core.narrow_slots(slots[taken], width))
 
     def widen(self, pages: IntArray) -> int:
         """Full width for these virtual pages, as far as there are free ones. Returns how many widened."""
-        allocator = self.allocator
-        slots = allocator.pages.slots_of(pages)
-        slots = slots[slots > 0]
-        slots = slots[allocator.core.ledger.levels_of(slots) > 0]
+        slots = self.allocator.pages.slots_of(pages[self.are_narrow(pages)])
         if not len(slots):
             return 0
-        allocator.gather(len(slots))
-        return int(allocator.core.widen_slots(slots))
+        self.allocator.gather(len(slots))
+        return int(self.allocator.core.widen_slots(slots))
+
+    def widen_behind(self, pages: IntArray) -> int:
+        """The same for those whose copy on the host is whole and stays theirs; what comes from there is copied under
+        the next forward, which must not read these pages. (The host page of another slot is free at once, and the
+        same step may give it away.)"""
+        core = self.allocator.core
+        pages = pages[core.ledger.backed[self.allocator.pages.slots_of(pages)]]
+        with core.repacker.behind.collecting():
+            return self.widen(pages)
 
 
 def committed_len(req: Any) -> int:
