@@ -60,5 +60,5 @@ def test_windows_that_hold_the_context_are_exact(seed: int) -> None:
         8, 32, 4, host_pages=2000, rates=FAST, high_reads="window", low_reads="window", window_tokens=64
     )
     assert answers(engine, load) == ample_answers(8, load, 4)
-    assert engine.stats()["halvings_low"] == engine.stats()["halvings_high"] == 0
+    assert not any(request.is_lossy for request in engine.requests.values())  # paused at most, as if exact
     assert_clean(engine)
