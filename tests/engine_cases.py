@@ -28,6 +28,7 @@ from tidekv.memory.ledger import DYNAMIC
 VOCAB = 128
 # Of the largest logit. Measured: at most 2e-6; a page that is counted twice, or a stale cell, gives 1e-3 and more.
 LOGIT_TOLERANCE = 1e-5
+LONGEST = {1: 12, 4: 36, 16: 90}  # prompt tokens at most, by page size
 
 
 @functools.cache
@@ -86,6 +87,16 @@ def random_load(rng: random.Random, count: int, longest: int, most_new: int) -> 
 
 def pages_together(load: Sequence[Ask], page_size: int) -> int:
     return sum(ask.pages(page_size) for ask in load)
+
+
+def load_for(seed: int, page_size: int, count: int = 6) -> list[Ask]:
+    """A random load whose prompts have up to LONGEST tokens."""
+    return random_load(random.Random(seed), count, LONGEST[page_size], 16)
+
+
+def pool_for(load: Sequence[Ask], page_size: int, share: float) -> int:
+    """`share` of what all need together, but not less than the largest one needs."""
+    return max(int(share * pages_together(load, page_size)), *(ask.pages(page_size) for ask in load))
 
 
 def make_engine(layer_num: int, num_pages: int, page_size: int, **options: Any) -> Engine:
