@@ -65,6 +65,12 @@ def check_contiguous(name: str, tensor: Tensor) -> None:
         raise ConfigError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
+def check_columns(name: str, table: Tensor) -> None:
+    """Checks that the entries of a row lie side by side; rows may lie anywhere."""
+    if table.shape[1] > 1 and table.stride(1) != 1:
+        raise ConfigError(f"{name} must have column stride 1, got strides {table.stride()}")
+
+
 def check_positive(name: str, value: int) -> None:
     """Checks an int that must be at least 1."""
     if value < 1:

@@ -18,6 +18,7 @@ from tidekv.errors import ConfigError
 from tidekv.kernels import (
     Backend,
     cdiv,
+    check_columns,
     check_contiguous,
     check_positive,
     check_tensor,
@@ -339,8 +340,7 @@ def paged_attention(
         )
         tables["valid_pages"] = valid_pages
     for name, table in tables.items():
-        if not (num_columns <= 1 or table.stride(1) == 1):
-            raise ConfigError(f"{name} must have column stride 1, got strides {table.stride()}")
+        check_columns(name, table)
     operands = {"q": q, "k_flat": k_flat, "v_flat": v_flat, "cu_q": cu_q, "kv_lens": kv_lens, **tables}
     if not use_triton(paged_attention_kernel, backend, operands):
         return paged_attention_ref(

@@ -8,10 +8,10 @@ last_page_len [1, 4].
 import torch
 from torch import Tensor
 
-from tidekv.errors import ConfigError
 from tidekv.kernels import (
     Backend,
     cdiv,
+    check_columns,
     check_contiguous,
     check_positive,
     check_tensor,
@@ -101,8 +101,7 @@ def page_lists(
     check_tensor("table", table, 2, (torch.int64,))
     check_tensor("kv_lens", kv_lens, 1, (torch.int64,))
     num_requests, num_columns = table.shape
-    if not (num_columns <= 1 or table.stride(1) == 1):
-        raise ConfigError(f"table must have column stride 1, got strides {table.stride()}")
+    check_columns("table", table)
     for name, tensor in (("indices", indices), ("indptr", indptr), ("last_page_len", last_page_len)):
         check_tensor(name, tensor, 1, (torch.int32,))
         check_contiguous(name, tensor)

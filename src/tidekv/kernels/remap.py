@@ -9,7 +9,18 @@ stays: lut[0] = 0. A negative loc means "none" and is left alone.
 import torch
 from torch import Tensor
 
-from tidekv.kernels import Backend, cdiv, check_positive, check_tensor, on_device, require, tl, triton, use_triton
+from tidekv.kernels import (
+    Backend,
+    cdiv,
+    check_columns,
+    check_positive,
+    check_tensor,
+    on_device,
+    require,
+    tl,
+    triton,
+    use_triton,
+)
 
 _BLOCK = 1024
 _LOC_DTYPES = (torch.int32, torch.int64)
@@ -90,10 +101,7 @@ def remap_rows_(
     check_tensor("req_to_token", req_to_token, 2, _LOC_DTYPES)
     check_tensor("rows", rows, 1, (torch.int64,))
     _check_lut(lut, page_size)
-    require(
-        req_to_token.stride(1) == 1 or req_to_token.shape[1] <= 1,
-        lambda: f"req_to_token must have column stride 1, got strides {req_to_token.stride()}",
-    )
+    check_columns("req_to_token", req_to_token)
     require(rows.is_contiguous(), lambda: f"rows must be contiguous, got strides {rows.stride()}")
     require(
         0 <= max_len <= req_to_token.shape[1], lambda: f"max_len must be in [0, {req_to_token.shape[1]}], got {max_len}"

@@ -17,6 +17,7 @@ from tidekv.errors import ConfigError
 from tidekv.kernels import (
     Backend,
     cdiv,
+    check_columns,
     check_contiguous,
     check_positive,
     check_tensor,
@@ -120,8 +121,7 @@ def layer_tables(
             raise ConfigError(f"{name} must have combined's shape {tuple(combined.shape)}, got {tuple(tensor.shape)}")
     num_rows, num_columns = combined.shape
     for name, tensor in (("combined", combined), ("dynamic", dynamic), ("level", level)):
-        if not (num_columns <= 1 or tensor.stride(1) == 1):
-            raise ConfigError(f"{name} must have column stride 1, got strides {tensor.stride()}")
+        check_columns(name, tensor)
     operands = {
         "combined": combined,
         "dynamic": dynamic,
