@@ -259,6 +259,42 @@ def test_rows_on_the_host_that_miss_a_move_would_show(monkeypatch: pytest.Monkey
         answers(engine, load)
 
 
+def test_a_request_that_ends_by_its_length_stops_nobody_from_running_ahead() -> None:
+    """Its pages are free for the very next plan, its token is read one step later."""
+    asks = [Ask(tokens(random.Random(i), 9), 6 + i) for i in range(8)]
+    engine = make_engine(4, 80, 4, overlap=True, prefix_cache=False)
+    seen = count_ahead(engine)
+    names = [engine.add_request(a.prompt, SamplingParams(max_new_tokens=a.max_new_tokens)) for a in asks]
+    ended, while_ending = [], 0
+    while engine.scheduler.has_work:
+        ended += engine.step()
+        for request in engine.scheduler.ending:
+            while_ending += 1
+            assert request.row == -1
+            assert request.num_unread == 1
+            assert len(request.output_ids) + 1 == request.sampling.max_new_tokens
+        engine.check()
+    assert while_ending == 7  # the last one's token is read at once: nobody goes on
+    assert seen["ahead"] >= 11  # all but the first decode, behind the prompts
+    assert [output.id for output in ended] == names
+    assert [output.token_ids for output in ended] == ample_answers(4, asks, 4)
+    assert all(output.finish_reason == "length" for output in ended)
+    assert_clean(engine)
+
+
+def test_an_abort_of_a_request_whose_last_token_is_unread() -> None:
+    engine = make_engine(4, 80, 4, overlap=True)
+    names = [engine.add_request([1 + i, 2, 3], SamplingParams(max_new_tokens=6 + 6 * i)) for i in range(2)]
+    while not engine.scheduler.ending:
+        engine.step()
+    engine.abort(names[0])
+    assert engine.output(names[0]).finish_reason == "abort"
+    assert len(engine.output(names[0]).token_ids) == 5
+    drive(engine)
+    assert len(engine.output(names[1]).token_ids) == 12
+    assert_clean(engine)
+
+
 def test_an_abort_between_launch_and_read_leaves_nothing() -> None:
     engine = make_engine(4, 60, 4, overlap=True)
     names = [engine.add_request([1 + i, 2, 3, 4, 5], SamplingParams(max_new_tokens=30)) for i in range(3)]

@@ -284,7 +284,7 @@ class Engine:
 
         With `overlap` the tokens of a step of nothing but decodes stay on the device, where the next step finds them,
         and are read when that one is launched, whatever is narrow. So a stop token is seen one step late; the token
-        after it is dropped.
+        after it is dropped. Who ends by its length gives its memory back as soon as its last step is launched.
         """
         if not self.scheduler.has_work:
             return []
@@ -309,24 +309,31 @@ class Engine:
             self._unread = launched
             for request in launched.requests:
                 request.num_unread = 0 if request.is_done else 1
+                if not request.is_done and self._is_last(request):
+                    self.memory.publish(request)
+                    self.scheduler.end_soon(request)
         else:
             ended += self._take_tokens(launched.read() if launched is not None else sampled)
         self.scheduler.end_step()
         return [self.output(request.id) for request in ended]
 
     def _may_stay_unread(self, launched: Launched) -> bool:
-        """Nothing but decodes that go on after this token: then the next plan needs only their number. A prompt's last
-        chunk is read at once, since its pages are published with its first token.
+        """Nothing but decodes, and not the last one of all: then the next plan needs only their number. A prompt's last
+        chunk is read at once: its first token is waited for.
 
-        Widths are no obstacle: the plan reads books on the host, and what it queues runs behind this step, whose copies
-        have joined the compute stream by its end (`Streamer.end`, `CopiesBehind.join`). So what this step still reads
-        or writes, staging, host pages and pages that a stop token then frees, is used again only after it.
+        Neither widths nor ends are an obstacle: the plan reads books on the host, and what it queues runs behind this
+        step, whose copies have joined the compute stream by its end (`Streamer.end`, `CopiesBehind.join`). So what this
+        step still reads or writes, staging, host pages and pages that its requests give back, is used again only after
+        it.
         """
-        return all(
-            request.is_done
-            or (request.state is RequestState.DECODE and request.sampling.max_new_tokens > len(request.output_ids) + 1)
-            for request in launched.requests
-        )
+        going_on = [request for request in launched.requests if not request.is_done]
+        if any(request.state is not RequestState.DECODE for request in going_on):
+            return False
+        return not going_on or not all(self._is_last(request) for request in going_on)
+
+    def _is_last(self, request: Request) -> bool:
+        """Its length ends it with the token that is sampled now."""
+        return len(request.output_ids) + 1 >= request.sampling.max_new_tokens
 
     def _take_tokens(self, sampled: list[tuple[Request, int]]) -> list[Request]:
         """Book sampled tokens; returns the requests that ended with them, their memory given back."""

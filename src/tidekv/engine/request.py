@@ -16,12 +16,14 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class RequestState(Enum):
-    """WAITING -> PREFILL -> DECODE -> FINISHED. PAUSED and back when memory is short; ABORTED from anywhere."""
+    """WAITING -> PREFILL -> DECODE (-> ENDING) -> FINISHED. PAUSED and back when memory is short; ABORTED from
+    anywhere."""
 
     WAITING = "waiting"  # owns no row and no pages; a retracted request comes back here
     PREFILL = "prefill"  # owns a row; some known tokens have no KV yet
     DECODE = "decode"  # one new token a step
     PAUSED = "paused"  # keeps its row and its KV, wherever that lies, but is not stepped
+    ENDING = "ending"  # its last token has been sampled, and is on the device only; owns nothing any more
     FINISHED = "finished"  # stopped by itself; owns nothing any more
     ABORTED = "aborted"  # stopped by the caller; owns nothing any more
 

@@ -37,7 +37,8 @@ def by_rank(requests: Iterable[Request]) -> list[Request]:
 
 
 class Scheduler:
-    """Queues: `waiting` (no memory), `running` (prefill and decode), `parked` (on the host)."""
+    """Queues: `waiting` (no memory), `running` (prefill and decode), `parked` (on the host), `ending` (no memory and no
+    more steps: only their last tokens are still to be read)."""
 
     def __init__(self, memory: RequestMemory, pressure: Pressure, prefill_chunk: int, max_running: int) -> None:
         self.memory = memory
@@ -47,6 +48,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.parked: list[Request] = []
+        self.ending: list[Request] = []
         self.num_steps = 0
         self.num_retractions = self.num_parkings = self.recomputed_tokens = 0
 
@@ -74,11 +76,18 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self.parked)
+        return bool(self.waiting or self.running or self.parked or self.ending)
+
+    def end_soon(self, request: Request) -> None:
+        """The step that is on its way is the request's last, whatever its token is: its memory goes back now, since
+        what is queued from here on runs behind that step."""
+        self.remove(request)
+        request.state = RequestState.ENDING
+        self.ending.append(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request that is finished or aborted, in whatever state; its memory goes back."""
-        for queue in (self.waiting, self.running, self.parked):
+        for queue in (self.waiting, self.running, self.parked, self.ending):
             if request in queue:
                 queue.remove(request)
         self.memory.release(request)
