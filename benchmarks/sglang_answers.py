@@ -30,6 +30,9 @@ from typing import Any
 import numpy as np
 
 LAYERS, PAGE = 8, 64
+# Runs that mean something to the judge: who is compared with, how much rounding does, and two that must not pass.
+REFERENCE, FLOOR, FAULT = "stock, ample", "stock, small", "tidekv, small, overlap, a fault planted"
+DAMAGED = "stock, ample, scored with a page of other tokens"
 # tidekv's figure may be 1.25 times stock's: the largest of 16k positions differs as much between two runs that are
 # right. And 0.05 more, for pools so ample that stock's floor is nothing (fp32).
 FACTOR, SLACK = 1.25, 0.05
@@ -200,6 +203,8 @@ def figures(
         "without_logprobs": len(logprobs) - len(whole),
     }
     for name, values in (("gap", gaps), ("drift", drift)):
+        if not len(values):
+            continue
         found = {"p50": np.percentile(values, 50), "p99": np.percentile(values, 99), "max": values.max()}
         out |= {f"{name}_{key}": round(float(value), 4) for key, value in found.items()}
     return out
@@ -207,9 +212,42 @@ def figures(
 
 def limits(floor: dict[str, float]) -> dict[str, float]:
     """What a run may reach that is as right as stock in the same pool."""
-    return {name: round(FACTOR * floor[name] + SLACK, 4) for name in JUDGED}
+    return {name: round(FACTOR * floor[name] + SLACK, 4) for name in JUDGED if name in floor}
 
 
 def beyond(found: dict[str, float], allowed: dict[str, float]) -> list[str]:
     """The figures that say that a run read something else than what was written; none: it passes."""
-    return [f"{name} {found[name]} > {allowed[name]}" for name in JUDGED if found[name] > allowed[name]]
+    return [
+        f"{name} {found[name]} > {allowed[name]}" for name in JUDGED if found.get(name, 0) > allowed.get(name, math.inf)
+    ]
+
+
+def judge(raw: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the answers of each run came to, and whether it passes; raw: answers, scores and counts by run. Nothing if
+    stock, ample and small, are not among them."""
+    if FLOOR not in raw or "scores" not in raw.get(REFERENCE, {}):
+        return []
+    last = raw[REFERENCE]
+    raw = {name: mine for name, mine in raw.items() if name in last["scores"]}
+    reference, floor = last["answers"], {}
+    out: list[dict[str, Any]] = []
+    for name in sorted(raw, key=lambda name: name != FLOOR):
+        mine = raw[name]
+        found = figures(mine["answers"], mine["logprobs"], last["scores"][name], reference)
+        floor = floor or found
+        why = beyond(found, limits(floor))
+        if name.startswith("tidekv") and not mine["counts"].get("gb_from_host"):
+            why.append("nothing came back from the host, so that nothing was compared")
+        out.append({"run": name, "phase": "judged", **found, "passes": not why, "why": "; ".join(why)})
+    damaged = figures(reference, last["logprobs"], last["damaged"], reference)
+    why = beyond(damaged, limits(floor))
+    out.append({"run": DAMAGED, "phase": "judged", **damaged, "passes": not why, "why": "; ".join(why)})
+    return out
+
+
+def verdict(judged: list[dict[str, Any]]) -> list[str]:
+    """What is wrong: a run of tidekv that does not pass, or a fault on purpose that does."""
+    faults = (FAULT, DAMAGED)
+    out = [f"{r['run']}: {r['why']}" for r in judged if r["run"] not in (*faults, REFERENCE) and not r["passes"]]
+    out += [f"{r['run']} passes: this comparison cannot fail" for r in judged if r["run"] in faults and r["passes"]]
+    return out

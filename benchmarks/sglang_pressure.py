@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import sglang_answers
+from benchmarks.sglang_answers import FAULT, FLOOR, REFERENCE
 
 SMALL_POOL = 60_000  # tokens; the workloads need 164k and 98k
 HIGH, LOW = 10, 0
@@ -47,9 +48,7 @@ DIST_INFO = {
     "entry_points.txt": "[sglang.srt.plugins]\ntidekv = tidekv.sglang_plugin.plugin:register\n",
 }
 PLANTED = "planted_fault = benchmarks.planted_fault:register\n"
-REFERENCE, FLOOR, FAULT = "stock, ample", "stock, small", "tidekv, small, overlap, a fault planted"
 ANSWERS = "answers.json.gz"
-DAMAGED = "stock, ample, scored with a page of other tokens"
 
 
 @dataclass(frozen=True)
@@ -333,37 +332,6 @@ def watch(process: subprocess.Popen[str], log: Path, seconds: float) -> bool:
     return process.poll() is not None
 
 
-def judge(raw: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the answers of each run came to, and whether it passes; raw: answers, scores and counts by run. Nothing if
-    stock, ample and small, are not among them."""
-    if FLOOR not in raw or "scores" not in raw.get(REFERENCE, {}):
-        return []
-    last = raw[REFERENCE]
-    raw = {name: mine for name, mine in raw.items() if name in last["scores"]}
-    reference, floor = last["answers"], {}
-    out: list[dict[str, Any]] = []
-    for name in sorted(raw, key=lambda name: name != FLOOR):
-        mine = raw[name]
-        found = sglang_answers.figures(mine["answers"], mine["logprobs"], last["scores"][name], reference)
-        floor = floor or found
-        why = sglang_answers.beyond(found, sglang_answers.limits(floor))
-        if name.startswith("tidekv") and not mine["counts"].get("gb_from_host"):
-            why.append("nothing came back from the host, so that nothing was compared")
-        out.append({"run": name, "phase": "judged", **found, "passes": not why, "why": "; ".join(why)})
-    damaged = sglang_answers.figures(reference, last["logprobs"], last["damaged"], reference)
-    why = sglang_answers.beyond(damaged, sglang_answers.limits(floor))
-    out.append({"run": DAMAGED, "phase": "judged", **damaged, "passes": not why, "why": "; ".join(why)})
-    return out
-
-
-def verdict(judged: list[dict[str, Any]]) -> list[str]:
-    """What is wrong: a run of tidekv that does not pass, or a fault on purpose that does."""
-    faults = (FAULT, DAMAGED)
-    out = [f"{r['run']}: {r['why']}" for r in judged if r["run"] not in (*faults, REFERENCE) and not r["passes"]]
-    out += [f"{r['run']} passes: this comparison cannot fail" for r in judged if r["run"] in faults and r["passes"]]
-    return out
-
-
 def report(results: list[dict[str, Any]]) -> str:
     """Every result but the starts, one line each."""
     lines = []
@@ -407,7 +375,7 @@ def main() -> int:
         return 0
     if args.judge:
         with gzip.open(args.out / ANSWERS, "rt") as file:
-            return tell(args.out, [], judge(json.load(file)), [])
+            return tell(args.out, [], sglang_answers.judge(json.load(file)), [])
     with tempfile.TemporaryDirectory() as folder:
         config = args.config
         if args.group == "answers":
@@ -447,14 +415,14 @@ def measure(parser: argparse.ArgumentParser, args: argparse.Namespace, config: s
         with (args.out / "sglang_pressure.jsonl").open("a") as file:
             file.writelines(json.dumps(r) + "\n" for r in now)
     wrong = [f"{r['run']}: {r['reason']}" for r in results if r["phase"] == "failed"]
-    return tell(args.out, results, judge(raw), wrong)
+    return tell(args.out, results, sglang_answers.judge(raw), wrong)
 
 
 def tell(out: Path, results: list[dict[str, Any]], judged: list[dict[str, Any]], wrong: list[str]) -> int:
     """Write down and print what came out; the exit code."""
     with (out / "sglang_pressure.jsonl").open("a") as file:
         file.writelines(json.dumps(r) + "\n" for r in judged)
-    wrong += verdict(judged)
+    wrong += sglang_answers.verdict(judged)
     print(report(results + judged))
     print("\n".join(f"not as it should be: {text}" for text in wrong) or "everything as it should be")
     return 1 if wrong else 0
