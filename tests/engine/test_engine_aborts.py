@@ -37,7 +37,10 @@ def until(engine: Engine, name: str, state: RequestState, computed: int = 0) -> 
 def test_abort_leaks_nothing(state: RequestState, prefix_cache: bool) -> None:
     rng = random.Random(10)
     pressure = "swap" if state is RequestState.PAUSED else "narrow"
-    engine = make_engine(4, 12, 4, prefill_chunk=8, prefix_cache=prefix_cache, pressure=pressure)
+    ahead = state is RequestState.ENDING  # where steps are launched ahead, and others go on
+    engine = make_engine(
+        4, 40 if ahead else 12, 4, prefill_chunk=8, prefix_cache=prefix_cache, pressure=pressure, overlap=ahead
+    )
     prompts = [tokens(rng, 20) for _ in range(3)]
     names = [engine.add_request(prompt, SamplingParams(max_new_tokens=16)) for prompt in prompts]
     victim = {RequestState.WAITING: 2, RequestState.PAUSED: 1}.get(state, 0)
