@@ -88,6 +88,27 @@ def test_a_high_arrival_into_a_full_batch_of_lows() -> None:
     assert gaps[0] <= 1.05 * gaps[1] + 0.003
 
 
+def test_the_first_that_is_paused_gets_pages_as_they_become_free() -> None:
+    # Six of high priority take most of its 97 pages and end one after the other. With 28 left to bring in, a step hides
+    # what it reads: it goes on when five have ended, not when all have.
+    trace = [low(0, 0.0, 6200, 600)] + [high(1 + i, 0.5, 600, 200 * (i + 1)) for i in range(6)]
+    run = run_policy("narrow", 105, trace, CONFIG)
+    assert_all_served(run, trace)
+    ends = [r.token_times_s[-1] for r in run.requests[1:]]
+    emitted = np.array(run.requests[0].token_times_s)
+    assert ((emitted > ends[0]) & (emitted < ends[5])).sum() > 100
+
+
+def test_a_last_token_that_no_step_hides_is_not_put_off() -> None:
+    # It is opened narrow, and 94 pages are 740 MB where a step hides 240: it has to be brought in, while others go on.
+    # Less than a quarter of the pool becomes free, so nothing is restored by itself.
+    trace = [high(0, 0.0, 24_000, 1500), high(1, 0.0, 5800, 200), low(2, 1.0, 6000, 2)]
+    run = run_policy("narrow", 4 * PAGES, trace, CONFIG)
+    assert_all_served(run, trace)
+    assert ttft(run, 2) < 0.5  # before there is room for it
+    assert run.requests[2].token_times_s[-1] < run.requests[1].token_times_s[-1] + 0.1
+
+
 def test_high_takes_all_that_low_holds() -> None:
     # Twenty lows fill the pool, most of them paused; then a prompt of high priority as large as the whole of it.
     trace = [low(i, 0.0, 1000, 300) for i in range(20)] + [high(20, 1.0, 8000, 20)]

@@ -224,21 +224,27 @@ class NarrowScheduler(Scheduler):
                 return  # save up: every batch rewrites the tables of locations once
             steps_left = request.sampling.max_new_tokens - len(request.output_ids)
             streams = not self._mode(request).streams_nothing
-            if streams and request.parked is None and not policy.restore_pays(batch, batch, steps_left):
+            may_stream = streams and request.parked is None and need * self._slot_bytes() <= hidden
+            if may_stream and not policy.restore_pays(batch, batch, steps_left):
                 continue  # its last token: streaming it once costs the same and needs no page
             if need + spare > self.widths.available_pages():
                 self._give_way(request, need + spare)
-            if need + spare > self.widths.available_pages():
+            room = self.widths.available_pages() - spare
+            if need > room:
                 if request.is_high_priority and request.parked is None:
                     continue  # it is stepped all the same
-                return  # what is free is kept for it: a smaller one behind it would take it for ever
+                # What is free is kept for it: a smaller one behind it would take it for ever. Where it is streamed,
+                # every page that it has makes that cheaper, and it goes on once a step hides what is left.
+                if not (behind and streams and room >= policy.WIDEN_BATCH):
+                    return
+                need = room
             if request.parked is not None and not self._unpark(request):
                 continue
             if self._is_overdue(request):
                 request.turn_end = len(request.output_ids) + self._quantum(request)
             if behind and request.state is not RequestState.DECODE:
                 continue  # it was parked in its prompt
-            need = self._pages_away(request)
+            need = min(need, self._pages_away(request))
             widened = 0
             if behind and need:
                 most = (hidden - self.arriving_bytes) // self._slot_bytes()
