@@ -253,5 +253,5 @@ def test_a_steady_step_waits_once(on_gpu: bool, tiny: LoadedModel, graphs: bool)
             engine.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waits = [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing" in str(w.message)]
+    waits = [f"{w.filename}:{w.lineno}" for w in caught if "called a synchronizing CUDA operation" in str(w.message)]
     assert len(waits) <= 1, waits
