@@ -215,7 +215,11 @@ def main(folder: Path, cuda: bool, backend: str, report: Callable[[dict[str, Any
     on_cuda |= {"dtype": "bfloat16", "disable_prefill_cuda_graph": True, "cuda_graph_bs_decode": [1, 8]}
     runner = runner_of(folder, **(on_cuda if cuda else {}))
     attention, allocator = runner.attn_backend, runner.token_to_kv_pool_allocator
-    out: dict[str, Any] = {"sglang": __version__, "backend": type(attention).__name__, "core": attention.tide_core.name}
+    out: dict[str, Any] = {
+        "sglang": __version__,
+        "backend": type(attention).__name__,
+        "core_kernels": attention.tide_core.name,
+    }
 
     def compare(name: str, made: Run, reference: Run) -> None:
         pairs = [(a.float().cpu(), b.float().cpu()) for a, b in zip(made.logits, reference.logits, strict=True)]
