@@ -216,7 +216,7 @@ def latencies(run: Run, requests: list[DemoRequest], high: bool) -> tuple[float,
 
 def result_table(runs: list[Run], requests: list[DemoRequest], changed: dict[str, int]) -> Table:
     """The figures of all runs beside one another."""
-    table = Table(title="The same 24 requests, three ways" if len(requests) == 24 else None, title_justify="left")
+    table = Table(title=f"The same {len(requests)} requests, three ways", title_justify="left")
     table.add_column("")
     for run in runs:
         table.add_column(run.name, justify="right")
@@ -326,18 +326,21 @@ def run_demo(
     loaded = load_model("smollm2", "cpu", torch.float32)
     requests = workload(loaded, count, seed)
     needed = pages_needed(requests)
-    small = max(1, int(needed * pool_share))
+    small, ample = max(1, int(needed * pool_share)), needed + 64
     if not as_json:
         highs = sum(r.is_high_priority for r in requests)
         console.print(
             f"{count} requests ({highs} high priority), prompts of {min(len(r.prompt) for r in requests)} to "
             f"{max(len(r.prompt) for r in requests)} tokens, {tokens_to_generate(requests)} tokens to generate; "
-            f"together they need {needed} pages of {PAGE_SIZE} tokens, the pool has {small} ({pool_share:.0%})",
+            f"together they need {needed} pages of {PAGE_SIZE} tokens. They are served three times: with {ample}; "
+            f"by tidekv, which narrows, with {small} ({pool_share:.0%} of the need); and by an engine that retracts "
+            f"(drops a request's cache and computes it again), with the same {small}.",
             highlight=False,
+            soft_wrap=not console.is_terminal,  # a log keeps the line whole
         )
     screen = Screen(console, tokens_to_generate(requests), quiet=as_json)
     plans: tuple[tuple[str, Pressure, int], ...] = (
-        ("ample memory", "narrow", needed + 64),
+        ("ample memory", "narrow", ample),
         ("narrow (tidekv)", "narrow", small),
         ("retract", "retract", small),
     )
@@ -421,4 +424,8 @@ def show_result(
     )
     for fault in faults:
         console.print(f"FAILED: {fault}", style="bold red", highlight=False)
+    console.print(
+        "The price is the MiB from the host: every step that reads a narrowed page brings its missing layers in.",
+        highlight=False,
+    )
     console.print(f"figures: {out / 'demo.json'}   picture: {out / 'demo.png'}", highlight=False)
