@@ -54,6 +54,13 @@ def test_a_window_that_holds_everything_changes_nothing_and_a_small_one_does(ben
         assert of_item[4][1] > 0
 
 
+def test_a_window_of_8_is_the_query_and_the_7_tokens_before_it(benchmark: Any) -> None:
+    reads = benchmark.masked_reads.MaskedReads(1, frozenset(), 8)
+    seen = reads._mask(3, 40, torch.device("cpu"))
+    sinks = list(range(benchmark.masked_reads.SINK_TOKENS))
+    assert [row.nonzero()[:, 0].tolist() for row in seen] == [sinks + list(range(q - 7, q + 1)) for q in (37, 38, 39)]
+
+
 def test_answers_come_from_the_keys_that_a_whole_forward_sees(benchmark: Any, loaded: Any) -> None:
     way = benchmark.masked_reads.Way
     prompts = torch.randint(0, 512, (3, 40), generator=torch.Generator().manual_seed(1))
