@@ -107,10 +107,11 @@ def test_windows_of_either_class_are_served_without_streaming_theirs(reads: tupl
         assert run.stats["streamed_bytes"] == 0
 
 
-def test_where_every_step_pays_for_something_narrow_requests_move_whole() -> None:
-    # With the host's part a step takes half as long again while anything is narrow, high priority's too.
+def test_where_every_step_pays_for_something_narrow_requests_move_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An engine that launches nothing ahead while anything is narrow: every step takes half as long again for it.
+    monkeypatch.setitem(MACHINES, "serial", replace(MACHINES["H200"], name="serial", serial_step_s=2.5e-3))
     trace = [request(0, 0.0, 1500, 600, True)] + [request(1 + i, 0.2, 1500, 200) for i in range(6)]
-    config = ReplayConfig(8192, max_running=64, machine="H200-host")
+    config = ReplayConfig(8192, max_running=64, machine="serial")
     narrow, swap = (run_policy(policy, PAGES, trace, config) for policy in ("narrow", "swap"))
     assert (narrow.stats["narrows"], narrow.stats["streamed_bytes"], narrow.stats["retractions"]) == (False, 0, 0)
     assert narrow.stats["parkings"] == swap.stats["parkings"] > 0
@@ -132,6 +133,23 @@ def test_streaming_that_lengthens_a_step_is_paid_from_the_move_budget(monkeypatc
     assert [len(r.output_ids) for r in runs[1].requests] == [600] + [200] * 6
     paces = [(r.requests[0].token_times_s[-1] - r.requests[0].token_times_s[0]) / 599 for r in runs]
     assert paces[1] < 1.1 * paces[0]  # high priority pays no more than the stated share
+
+
+def test_streaming_that_chunks_do_not_hide_is_kept_out_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where streaming lengthens a prompt's chunk, no prompt is opened narrower than its last chunk, and paused requests
+    # are brought in rather than read under chunks.
+    machine = replace(MACHINES["H200"], name="unhidden", unhidden_link=0.65)
+    monkeypatch.setitem(MACHINES, "unhidden", machine)
+    trace = [request(i, 0.02 * i, 2500 + 40 * (i % 7), 40) for i in range(40)]
+    runs = [
+        run_policy("narrow", PAGES, trace, ReplayConfig(8192, prefill_chunk=1024, max_running=64, machine=name))
+        for name in ("H200", "unhidden")
+    ]
+    swap = run_policy("swap", PAGES, trace, CONFIG)
+    assert runs[1].stats["streamed_bytes"] < 0.5 * runs[0].stats["streamed_bytes"]
+    assert runs[1].modelled is not None
+    assert runs[1].modelled.waits_s < 0.05 * runs[1].span_s
+    assert runs[1].span_s < 1.05 * swap.span_s
 
 
 def test_low_priority_with_a_window_gives_way_to_high() -> None:

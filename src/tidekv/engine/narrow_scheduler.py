@@ -139,6 +139,11 @@ class NarrowScheduler(Scheduler):
         """Steps since it was last stepped, or since it first held memory."""
         return 0 if request.last_step < 0 else self.num_steps - request.last_step - 1
 
+    @staticmethod
+    def _steps_left(request: Request) -> int:
+        """Decode steps until it ends, at the latest."""
+        return request.sampling.max_new_tokens - (request.num_tokens - len(request.prompt_ids))
+
     def _rank(self, request: Request) -> tuple[bool, bool, int]:
         return policy.rank_key(request.is_high_priority, self._is_overdue(request), request.arrival_order)
 
@@ -210,6 +215,7 @@ class NarrowScheduler(Scheduler):
         if not wanting:
             return
         left, hidden = self._move_limit(), self._hidden_bytes()
+        arrival = policy.owed_bytes(self.rates, self.rates.behind_step_s)  # once a step that pages come in under
         # A page for everybody's growth, and what this very step opens: else it would take back what just came in.
         spare = max(sum(not self._is_paused(r) for r in self.running) + 1, self._demand())
         for request in sorted(wanting, key=self._rank):
@@ -220,12 +226,13 @@ class NarrowScheduler(Scheduler):
                 behind = False  # a slow link: not even one page fits under a step
             if behind and hidden - self.arriving_bytes < min(batch, hidden):
                 return
+            if behind and not self.arriving_bytes and arrival > max(0, self.move_bytes):
+                return
             if not behind and min(self.move_bytes, left) < batch:
                 return  # save up: every batch rewrites the tables of locations once
-            steps_left = request.sampling.max_new_tokens - len(request.output_ids)
             streams = not self._mode(request).streams_nothing
             may_stream = streams and request.parked is None and need * self._slot_bytes() <= hidden
-            if may_stream and not policy.restore_pays(batch, batch, steps_left):
+            if may_stream and not policy.restore_pays(batch, batch, self._steps_left(request)):
                 continue  # its last token: streaming it once costs the same and needs no page
             if need + spare > self.widths.available_pages():
                 self._give_way(request, need + spare)
@@ -249,6 +256,8 @@ class NarrowScheduler(Scheduler):
             if behind and need:
                 most = (hidden - self.arriving_bytes) // self._slot_bytes()
                 widened = self.widths.widen_behind(request, min(need, most))
+                if widened and not self.arriving_bytes:
+                    self.move_bytes -= arrival
                 self.arriving_bytes += widened * self._slot_bytes()
                 if widened:
                     self.arriving.add(request)
@@ -454,7 +463,7 @@ class NarrowScheduler(Scheduler):
         paused = [r for r in self.running if r.away_cells and not self._opens_wide(r)]
         held = sum(self.memory.pages(r.num_tokens) for r in [*paused, request])
         slots_a_page = 1 << (len(self.memory.allocator.ledger.ladder) - 1)
-        if self.parked:
+        if self.parked or request.num_tokens > self._hidden_context(request, self.prefill_chunk):
             return self._fits_wide(request)
         if held > policy.PAUSED_SHARE * self.memory.allocator.geometry.num_pages * slots_a_page and paused:
             return self._fits_wide(request)
@@ -630,15 +639,24 @@ class NarrowScheduler(Scheduler):
         paused = [r for r in self.running if self._is_paused(r) and not self._mode(r).streams_nothing]
         paused = [r for r in paused if r not in planned and r not in self.arriving]
         # A step that streams takes longer by the host's part: whoever else is in it is paid for by the move budget.
-        lengthens = policy.narrow_step_bytes(self.rates) if plan.work and not self.streamed_bytes else 0
-        if lengthens > max(0, self.move_bytes):
+        rates = self.rates
+        lengthens = policy.owed_bytes(rates, rates.narrow_step_s if plan.work and not self.streamed_bytes else 0.0)
+        # What bringing somebody in would cost is left for that: it comes first.
+        budget = self.move_bytes - policy.owed_bytes(rates, rates.behind_step_s)
+        if lengthens > max(0, budget):
             return
+        unhidden = rates.unhidden_link if any(r.state is not RequestState.DECODE for r, _ in plan.work) else 0.0
         chosen = []
         for request in sorted(paused, key=self._rank):
             away = request.away_cells * self.cell_bytes
+            unhidden_bytes = int(unhidden * away)
+            is_cheaper_wide = policy.restore_pays(away, unhidden_bytes, self._steps_left(request))
+            if unhidden and (is_cheaper_wide or lengthens + unhidden_bytes > budget):
+                continue
             if self.streamed_bytes + self.arriving_bytes + away <= self.stream_budget:
                 chosen.append(request)
                 self.streamed_bytes += away
+                lengthens += unhidden_bytes
         if chosen and self.memory.decode(chosen):
             self.move_bytes -= lengthens
             plan.work += [(request, 1) for request in by_rank(chosen)]

@@ -16,6 +16,8 @@ A narrowed slot costs its non-resident bytes over the link at **every** step tha
     may owe         = backlog + own <= saved               else a prompt that would open narrow waits
     paused pages    <= PAUSED_SHARE of the pool            likewise
     restore pays if   bring_in_bytes < steps_left * streamed_bytes_a_step
+    streaming under a prompt's chunk, where the chunk does not hide it, pays if
+                      unhidden_link * its bytes * steps_left <= bring_in_bytes
     narrowing pays if serial_step_s <= share * base_s      every step, high priority's too, takes `serial_step_s` longer
                                                            while anything is narrow; else requests move whole, as in
                                                            swapping
@@ -55,6 +57,8 @@ class StepRates:
     context_s: float = 3.1e-8
     prompt_s: float = 2.4e-5
     narrow_step_s: float = 0.0  # a step that streams takes so much longer, whatever it streams: the host's part
+    behind_step_s: float = 0.0  # likewise a step that pages come in under
+    unhidden_link: float = 0.0  # share of the link's time that streaming adds to a step with a prompt's chunk
     serial_step_s: float = 0.0  # any step takes so much longer while anything is narrow: it is not launched ahead
 
     def __post_init__(self) -> None:
@@ -83,9 +87,9 @@ def narrowing_pays(rates: StepRates, high_share: float) -> bool:
     return rates.serial_step_s <= high_share * rates.base_s
 
 
-def narrow_step_bytes(rates: StepRates) -> int:
-    """What the host's part of a step that streams comes to, in bytes of the move budget."""
-    return int(rates.link_rate * rates.narrow_step_s)
+def owed_bytes(rates: StepRates, seconds: float) -> int:
+    """What a step that takes so much longer, for streaming or for pages that come in, costs of the move budget."""
+    return int(rates.link_rate * seconds)
 
 
 def move_budget_bytes(rates: StepRates, seconds: float, high_share: float, high_decodes: bool) -> int:
@@ -126,10 +130,13 @@ def pages_to_narrow(missing: int) -> int:
 
 
 def narrow_prefill_tokens(rates: StepRates, away_bytes_a_token: int, chunk_tokens: int) -> int:
-    """Context that a chunk of so many prompt tokens can stream without lengthening its step.
+    """Context that a chunk of so many prompt tokens can stream without lengthening its step: none where streaming is
+    not hidden by a chunk.
 
     A prompt may be opened narrow up to here; what follows has to be opened wide.
     """
+    if rates.unhidden_link > 0:
+        return 0
     hidden = stream_budget_bytes(rates, max(rates.base_s, chunk_tokens * rates.prompt_s))
     return hidden // max(1, away_bytes_a_token)
 

@@ -5,7 +5,7 @@
                + 4 * q_heads * head_dim * layers * (sum of contexts) / attention_rate
     compute_s  = decode_s + max(0, prefill_s - weight_bytes / device_rate)     one packed step reads the weights once
                  and with new prompt tokens at least prefill_floor_s           launched kernel by kernel from Python
-    step_s     = max(compute_s, (streamed_bytes + behind_bytes) / link_rate) + moves_s + host_s
+    step_s     = max(compute_s, (streamed_bytes / streamed_share + behind_bytes) / link_rate) + moves_s + host_s
     host_s     = serial_step_s if anything is narrow                           planned only after the last one's end
                + narrow_step_s if anything is streamed + behind_step_s if pages come in under it
                + unhidden_link * streamed_bytes / link_rate with new prompt tokens
@@ -49,6 +49,7 @@ class Machine:
     narrow_step_s: float = 0.0
     behind_step_s: float = 0.0
     unhidden_link: float = 0.0
+    streamed_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -101,15 +102,16 @@ _HOST = replace(
     MACHINES["H200"],
     name="H200-host",
     prefill_floor_s=33e-3,
-    serial_step_s=2.5e-3,
-    narrow_step_s=2.7e-3,
+    narrow_step_s=0.7e-3,
     behind_step_s=1.5e-3,
     unhidden_link=0.65,
-    source=MACHINES["H200"].source + ". The host's part, medians of benchmarks/results/2026-12-01-h200-replay/"
-    "replay_steps.json: chunks of 1 to 1,200 prompt tokens 32 to 36 ms whatever their size; decode steps of 9 to 17 "
-    "requests while something is narrow 8.2 ms for 5.7, that stream 11.0 ms, that pages come in under 9.8 ms, of which "
-    "the copies' 4 ms are hidden; chunks of 2,048 tokens that stream 17, 25 and 42 ms of the link 76, 82 and 95 ms for "
-    "55",
+    streamed_share=0.92,
+    source=MACHINES["H200"].source + ". The host's part. Medians of benchmarks/results/2026-12-01-h200-replay/"
+    "replay_steps.json, before steps were launched ahead while anything is narrow: chunks of 1 to 1,200 prompt tokens "
+    "32 to 36 ms whatever their size; decode steps that pages come in under 1.5 ms longer, not measured again since; "
+    "chunks of 2,048 tokens that stream 17, 25 and 42 ms of the link 76, 82 and 95 ms for 55. Launched ahead "
+    "(benchmarks/results/2026-12-01-h200/, of 32 requests 4 and 16 narrowed, of 128 16 and 64): 6.94, 23.5, 23.6 and "
+    "91.9 ms, for 6.21, 6.26, 9.99 and 10.3 at full width and 5.30, 21.2, 21.2 and 84.7 of the link at 53.9 GB/s",
 )
 MACHINES[_HOST.name] = _HOST
 
@@ -196,7 +198,7 @@ class CostModel:
 
     def step_s(self, load: StepLoad) -> float:
         """The whole step."""
-        link_s = (load.streamed_bytes + load.behind_bytes) / self.link_rate
+        link_s = (load.streamed_bytes / self.machine.streamed_share + load.behind_bytes) / self.link_rate
         return max(self.compute_s(load), link_s) + self.moves_s(load) + self.host_s(load)
 
     def host_s(self, load: StepLoad) -> float:
@@ -219,6 +221,8 @@ class CostModel:
             context_s=self.shape.token_bytes / self.device_rate,
             prompt_s=self.prefill_s(1, 0),
             narrow_step_s=self.machine.narrow_step_s,
+            behind_step_s=self.machine.behind_step_s,
+            unhidden_link=self.machine.unhidden_link,
             serial_step_s=self.machine.serial_step_s,
         )
 
