@@ -1,13 +1,14 @@
-"""The replay benchmark over mixes, shapes, capacities, policies and read modes; one result file a run, so it resumes.
+"""The replay benchmark over mixes, shapes, capacities, policies and read modes; all results in one file, so it resumes.
 
     python -m benchmarks.replay_matrix MIX.jsonl.gz [MIX ...] --out DIR --models llama-3.1-8b,llama-3.1-70b
-    python -m benchmarks.replay_matrix ... --jobs 16           that many runs at a time, one core each
-    python -m benchmarks.replay_matrix --out DIR --tables      the tables of what is there
+    python -m benchmarks.replay_matrix MIX [MIX ...] --everything --jobs 16 --limit-s 540    all that the document shows
+    python -m benchmarks.replay_matrix --out DIR --tables                                    the tables of what is there
 
-Ctrl-C keeps every run that is done; the same command goes on with those that are missing. `DIR/runs/*.json` holds the
-figures of each run (without its timeline) and the commit it was made with, `DIR/tables.md` a table for each mix and
-shape, and `DIR/goals.md` the goals with what was reached. Half of the peak comes first, for every mix, then the other
-capacities.
+Ctrl-C, or the limit, keeps every run that is done; the same command goes on with those that are missing.
+`DIR/runs.jsonl` holds the figures of each run (without its timeline), a line a run, and the commit it was made with;
+`DIR/tables.md` a table for each mix and shape, and `DIR/goals.md` the goals with what was reached. Half of the peak
+comes first, for every mix, then the other capacities. `--everything`: the 8B shape; the 70B one, the 8B one with the
+host's part, and high priority with a window at a half; then other capacities (with the host's part: first mix only).
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.replay_tables import goals_markdown, load, tables_markdown
+from benchmarks.replay_tables import RUNS, goals_markdown, load, tables_markdown
 from tidekv.replay.command import parse_capacities
 from tidekv.replay.report import run_figures
 from tidekv.replay.run import UNLIMITED, ReplayConfig, run_policy, whole_trace_pages
@@ -72,7 +74,7 @@ def cells(
 ) -> list[Cell]:
     """All runs in the order in which they are wanted. `high_reads` other than exact: that one alone, and its peak."""
     variants = VARIANTS if high_reads == "exact" else (("narrow", high_reads, "exact"),)
-    found = []
+    found: list[Cell] = []
     for model in models:
         for index, share in enumerate(sorted(shares, key=lambda s: abs(s - 0.5))):
             for mix in mixes:
@@ -82,6 +84,20 @@ def cells(
     return found
 
 
+def everything(mixes: Sequence[Path]) -> list[Cell]:
+    """All that docs/replay.md shows, in the order in which it is wanted; each once."""
+    shares, half = (1 / 2, 1 / 3, 2 / 3), (1 / 2,)
+    found = [
+        *cells(mixes, ["llama-3.1-8b"], shares, "H200"),
+        *cells(mixes, ["llama-3.1-70b"], half, "H200"),
+        *cells(mixes, ["llama-3.1-8b"], half, "H200-host"),
+        *cells(mixes, ["llama-3.1-8b"], half, "H200", "window"),
+        *cells(mixes, ["llama-3.1-70b"], shares, "H200"),
+        *cells(mixes[:1], ["llama-3.1-8b"], shares, "H200-host"),
+    ]
+    return list(dict.fromkeys(found))
+
+
 def commit() -> str:
     """Of the checkout, with a + if anything was changed since; "unknown" outside one."""
     command = ["git", "describe", "--always", "--dirty=+"]
@@ -89,52 +105,53 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def run(cell: Cell, duration_s: float, runs: Path, snapshot: str) -> tuple[str, float]:
-    """Make one run and write its figures to `runs`; (its name, seconds it took)."""
-    begin = time.perf_counter()
+def run(cell: Cell, duration_s: float, peak_tokens: int | None, snapshot: str) -> dict[str, Any]:
+    """Make one run and return its figures. `peak_tokens`: of the unlimited run; None if this is it."""
     trace = read_trace(cell.mix, duration_s)
     config = ReplayConfig(machine=cell.machine, model=cell.model, high_reads=cell.high_reads, low_reads=cell.low_reads)  # type: ignore[arg-type]
-    if cell.policy == UNLIMITED:
+    if peak_tokens is None:
         pages = whole_trace_pages(trace, config)
     else:
-        peak_tokens = int(json.loads((runs / f"{cell.ample.name}.json").read_text())["peak_tokens"])
         pages = max(2, int(cell.share * peak_tokens) // config.page_size)
     figures = run_figures(run_policy(cell.policy, pages, trace, config))
     del figures["timeline"]
-    figures = {
-        "mix": cell.mix.name, "model": cell.model, "machine": config.machine, "share": cell.share,
+    return {
+        "name": cell.name, "mix": cell.mix.name, "model": cell.model, "machine": config.machine, "share": cell.share,
         "duration_s": duration_s, "requests": len(trace), "commit": snapshot,
         "high_reads": config.read_modes.high.label, "low_reads": config.read_modes.low.label, **figures,
     }  # fmt: skip
-    part = runs / f"{cell.name}.part"
-    part.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    part.replace(runs / f"{cell.name}.json")
-    return cell.name, time.perf_counter() - begin
 
 
-def run_all(todo: Sequence[Cell], duration_s: float, out: Path, jobs: int, snapshot: str) -> None:
-    """Make the runs that are missing, in order, `jobs` at a time; a run waits for the one that its peak comes from."""
-    runs = out / "runs"
-    missing = [cell for cell in todo if not (runs / f"{cell.name}.json").is_file()]
-    if jobs == 1:
-        for cell in missing:
-            _done(out, *run(cell, duration_s, runs, snapshot))
-        return
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        going: set[Future[tuple[str, float]]] = set()
+def run_all(todo: Sequence[Cell], duration_s: float, out: Path, jobs: int, snapshot: str, limit_s: float) -> bool:
+    """Make the runs that are missing, in order, `jobs` at a time; a run waits for the one that its peak comes from.
+    False: the limit came first, and what had begun is given up."""
+    peaks = {figures["name"]: figures["peak_tokens"] for figures in load([out])}
+    missing = [cell for cell in todo if cell.name not in peaks]
+    end_s = time.monotonic() + limit_s if limit_s < float("inf") else None
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        going: set[Future[dict[str, Any]]] = set()
         while missing or going:
-            ready = [c for c in missing if c.policy == UNLIMITED or (runs / f"{c.ample.name}.json").is_file()]
+            ready = [cell for cell in missing if cell.policy == UNLIMITED or cell.ample.name in peaks]
             for cell in ready[: jobs - len(going)]:
                 missing.remove(cell)
-                going.add(pool.submit(run, cell, duration_s, runs, snapshot))
-            finished, going = wait(going, return_when=FIRST_COMPLETED)
+                peak = None if cell.policy == UNLIMITED else peaks[cell.ample.name]
+                going.add(pool.submit(run, cell, duration_s, peak, snapshot))
+            left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
+            finished, going = wait(going, left_s, FIRST_COMPLETED)
             for future in finished:
-                _done(out, *future.result())
-
-
-def _done(out: Path, name: str, seconds: float) -> None:
-    print(f"{name}: {seconds:.0f} s", flush=True)
-    write_tables(out)
+                figures = future.result()
+                peaks[figures["name"]] = figures["peak_tokens"]
+                with (out / RUNS).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(figures, separators=(",", ":")) + "\n")
+                print(f"{figures['name']}: {figures['wall_s']:.0f} s", flush=True)
+            if not finished:
+                break
+        else:
+            return True
+        for process in multiprocessing.active_children():
+            process.terminate()
+    return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,7 +164,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--machine", default="H200", help="preset of the cost model")
     parser.add_argument("--capacity", default="1/2,1/3,2/3", help="shares of the unlimited peak")
     parser.add_argument("--duration", type=float, default=300.0, help="seconds of each trace")
-    parser.add_argument("--part", default="0/1", help="i/n: every n-th mix from the i-th, for n processes side by side")
+    parser.add_argument(
+        "--everything", action="store_true", help="all that docs/replay.md shows, whatever else is said"
+    )
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds after which it ends as it is")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one core each")
     parser.add_argument("--high-reads", default="exact", help="of narrow; other than exact: only that run is made")
     parser.add_argument("--commit", help="what is run, where the checkout does not say")
@@ -155,18 +175,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.jobs < 1:
         parser.error(f"--jobs must be >= 1, got {args.jobs}")
-    (args.out / "runs").mkdir(parents=True, exist_ok=True)
-    index, parts = (int(part) for part in args.part.split("/"))
-    mixes = [] if args.tables else args.mixes[index::parts]
+    args.out.mkdir(parents=True, exist_ok=True)
+    mixes = [] if args.tables else args.mixes
     shares = [share for share in parse_capacities(args.capacity) if isinstance(share, float)]
     todo = cells(mixes, args.models.split(","), shares, args.machine, args.high_reads)
+    if args.everything:
+        todo = everything(mixes)
     try:
-        run_all(todo, args.duration, args.out, args.jobs, args.commit or commit())
+        is_done = run_all(todo, args.duration, args.out, args.jobs, args.commit or commit(), args.limit_s)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
+        is_done = False
     write_tables(args.out)
-    return 0
+    if not is_done:
+        print("not all is done; the same command goes on from here", file=sys.stderr)
+    return 0 if is_done else 130
 
 
 def write_tables(out: Path) -> None:

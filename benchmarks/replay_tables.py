@@ -3,7 +3,7 @@
     python -m benchmarks.replay_tables RESULTS [RESULTS ...] --into docs/replay.md
 
 fills the places of a document that look like this, from `RESULTS/goals.md` and `tables.md`, and the costs from
-`RESULTS/runs/*.json`. A machine, shape and mix that a later folder has comes from there alone.
+`RESULTS/runs.jsonl`. A machine, shape and mix that a later folder has comes from there alone.
 
     <!-- table: goals -->                                      the goals, a row a run of narrow
     <!-- table: times azure_conv+arxiv llama-3.1-8b H200 0.50 -->    all runs of one mix, shape, machine and pool
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 Run = dict[str, Any]
+RUNS = "runs.jsonl"  # in a folder of results: a line a run
 ALTERNATIVES = ("reserve", "retract", "swap")
 
 
@@ -43,7 +44,8 @@ def groups(runs: Iterable[Run]) -> dict[tuple[str, str], list[Run]]:
 
 def load(folders: Sequence[Path]) -> list[Run]:
     """All runs of these results."""
-    return [json.loads(path.read_text()) for folder in folders for path in sorted((folder / "runs").glob("*.json"))]
+    files = [folder / RUNS for folder in folders if (folder / RUNS).is_file()]
+    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def tables_markdown(runs: list[Run]) -> str:

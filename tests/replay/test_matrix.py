@@ -32,25 +32,35 @@ def test_the_matrix_runs_everything_once_and_goes_on_where_it_was(matrix: Any, t
     command = [str(mix), "--out", str(tmp_path / "out"), "--capacity", "1/2", "--duration", "10"]
     command += ["--commit", "made", "--jobs", "2"]  # the peak's run comes before those that need it
     assert matrix.main(command) == 0
-    runs = sorted((tmp_path / "out" / "runs").glob("*.json"))
-    assert len(runs) == 6  # unlimited, and five at half of its peak
-    found = {path.name: json.loads(path.read_text()) for path in runs}
-    peak = found["made_llama-3.1-8b_1.000_unlimited.json"]["peak_tokens"]
-    half = found["made_llama-3.1-8b_0.500_narrow.json"]
+    file = tmp_path / "out" / "runs.jsonl"
+    lines = file.read_text().splitlines()
+    assert len(lines) == 6  # unlimited, and five at half of its peak
+    found = {run["name"]: run for run in map(json.loads, lines)}
+    peak = found["made_llama-3.1-8b_1.000_unlimited"]["peak_tokens"]
+    half = found["made_llama-3.1-8b_0.500_narrow"]
     assert half["capacity_tokens"] == peak // 2 // 64 * 64
     assert half["classes"]["low"]["finished"] == 6
     parts = half["modelled"]
     assert parts["busy_s"] == pytest.approx(parts["compute_s"] + parts["moves_s"] + parts["waits_s"])
     assert parts["busy_s"] <= half["span_s"]
-    lossy = found["made_llama-3.1-8b_0.500_narrow-exact-window.json"]
+    lossy = found["made_llama-3.1-8b_0.500_narrow-exact-window"]
     assert lossy["low_reads"] == "window (LOSSY)"
     assert "narrow LOSSY: low window" in (tmp_path / "out" / "tables.md").read_text()
     assert {run["commit"] for run in found.values()} == {"made"}
-    before = {path: path.stat().st_mtime_ns for path in runs}
-    runs[0].unlink()
+    file.write_text("".join(f"{line}\n" for line in lines[:-1]))
+    assert matrix.main([*command, "--limit-s", "0"]) == 130  # too late to begin anything
+    assert file.read_text().splitlines() == lines[:-1]
     assert matrix.main(command) == 0
-    assert runs[0].is_file()
-    assert all(path.stat().st_mtime_ns == before[path] for path in runs[1:])
+    again = file.read_text().splitlines()
+    assert again[:-1] == lines[:-1]
+    assert json.loads(again[-1])["name"] == json.loads(lines[-1])["name"]
+
+
+def test_everything_is_each_run_once_and_a_peak_before_those_that_need_it(matrix: Any) -> None:
+    todo = matrix.everything([Path("a.jsonl"), Path("b.jsonl")])
+    assert len({cell.name for cell in todo}) == len(todo) == 2 * (16 + 16 + 6 + 1) + 10
+    assert all(cell.policy == "unlimited" or cell.ample in todo[: todo.index(cell)] for cell in todo)
+    assert {cell.share for cell in todo[:12]} == {0.5, 1.0}
 
 
 def test_goals_compare_with_the_best_of_the_others(matrix: Any) -> None:
