@@ -3,11 +3,12 @@
     1. widen     parked and paused requests in order of rank, a batch of pages at a time: under this step, which then
                  does without them, as far as it hides the bytes; between steps as the move budget goes
     2. room      for this step's decodes and for high prompts: the last of low priority in rank gives up the pages that
-                 are missing, and pauses if a step does not hide what it would then read; then who is paused is parked;
-                 then the last of high priority narrows, as far as a step hides its streaming; then it waits, parked
+                 are missing, and pauses if a step does not hide what it would then read; then who is paused is parked,
+                 and for high priority low prompts that are being computed; then the last of high priority narrows, as
+                 far as a step hides its streaming; then it waits, parked
     3. decode    high priority; low priority at full width
     4. prefill   high, then low; a low prompt that finds no room is opened at minimum width, its KV goes to the host as
-                 it is computed, and its context streams back under the next chunks
+                 it is computed, and its context streams back under the next chunks, if they hide it
     5. stream    paused requests in order of rank, as far as the step hides their bytes
 
 So `narrow` has every choice that `swap` has (order of arrival, whole requests on the host, newcomers that wait) and
@@ -126,7 +127,8 @@ class NarrowScheduler(NarrowReturns):
             self.move_bytes -= self.widths.widen(request, request.due_pages) * self._slot_bytes()
             if request.due_pages and plan.work:
                 return 0
-            self._bring_in(request)
+            if request.due_pages:  # else what comes in under this step may stay under it
+                self._bring_in(request)
         # A window's prompt is opened wide: its recent pages must be, and its old ones narrow when others need room.
         if self._opens_wide(request) or self._fits_wide(request):
             done = self._extend(plan, request, budget)
