@@ -32,7 +32,8 @@ import numpy as np
 LAYERS, PAGE = 8, 64
 # Runs that mean something to the judge: who is compared with, how much rounding does, and two that must not pass.
 REFERENCE, FLOOR, FAULT = "stock, ample", "stock, small", "tidekv, small, overlap, a fault planted"
-DAMAGED = "stock, ample, scored with a page of other tokens"
+DAMAGED = "scored after prompts with a page of other tokens"
+ANSWERS = "answers.json.gz"  # what was said and scored, by run
 # tidekv's figure may be 1.25 times stock's: the largest of 16k positions differs as much between two runs that are
 # right. And 0.05 more, for pools so ample that stock's floor is nothing (fp32).
 FACTOR, SLACK = 1.25, 0.05
@@ -82,13 +83,11 @@ def write_model(folder: Path, smoke: bool) -> None:
 
     hidden, heads, kv_heads, dim, inner = (64, 4, 2, 16, 96) if smoke else (4096, 32, 8, 128, 4096)
     vocab, dtype = (SMOKE.vocab, torch.float32) if smoke else (FULL.vocab, torch.bfloat16)
-    device = "cuda" if torch.cuda.is_available() and not smoke else "cpu"
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # a CPU's: another machine can make the same model again
 
     def weight(out: int, fan_in: int, gain: float) -> torch.Tensor:
         """Maps values that spread by 1 to values that spread by `gain`."""
-        made = torch.randn(out, fan_in, generator=generator, device=device) * (gain / math.sqrt(fan_in))
-        return made.to(dtype).cpu()
+        return (torch.randn(out, fan_in, generator=generator) * (gain / math.sqrt(fan_in))).to(dtype)
 
     ones = torch.ones(hidden, dtype=dtype)
     tensors = {
@@ -173,7 +172,8 @@ def scores(engine: Any, load: Load, answers: dict[str, Any]) -> dict[str, Any]:
     """Every run's answers scored; the last run's also after prompts with one page of other tokens."""
     texts, last = load.prompts(), list(answers.values())[-1]
     found = {name: score(engine, texts, mine) for name, mine in answers.items()}
-    return {"scores": found, "damaged": score(engine, load.damaged(), last)}
+    damaged = {"requests": list(range(len(texts))), "scores": score(engine, load.damaged(), last)}
+    return {"scores": found, "controls": {DAMAGED: damaged}}
 
 
 # ---- in the parent ---------------------------------------------------------------------------------------------------
@@ -223,31 +223,31 @@ def beyond(found: dict[str, float], allowed: dict[str, float]) -> list[str]:
 
 
 def judge(raw: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the answers of each run came to, and whether it passes; raw: answers, scores and counts by run. Nothing if
-    stock, ample and small, are not among them."""
-    if FLOOR not in raw or "scores" not in raw.get(REFERENCE, {}):
+    """What the answers of each run came to, and whether it passes; raw: answers, scores and counts by run. Nothing
+    without scores, or without stock in the small pool. A control has scores of some requests of the reference."""
+    last = next((mine for mine in raw.values() if "scores" in mine), None)
+    if FLOOR not in raw or last is None:
         return []
-    last = raw[REFERENCE]
-    raw = {name: mine for name, mine in raw.items() if name in last["scores"]}
-    reference, floor = last["answers"], {}
-    out: list[dict[str, Any]] = []
-    for name in sorted(raw, key=lambda name: name != FLOOR):
+    reference, scores, out = last["answers"], last["scores"], []
+    floor = figures(raw[FLOOR]["answers"], raw[FLOOR]["logprobs"], scores[FLOOR], reference)
+    for name in (name for name in raw if name in scores):
         mine = raw[name]
-        found = figures(mine["answers"], mine["logprobs"], last["scores"][name], reference)
-        floor = floor or found
+        found = figures(mine["answers"], mine["logprobs"], scores[name], reference)
         why = beyond(found, limits(floor))
         if name.startswith("tidekv") and not mine["counts"].get("gb_from_host"):
             why.append("nothing came back from the host, so that nothing was compared")
         out.append({"run": name, "phase": "judged", **found, "passes": not why, "why": "; ".join(why)})
-    damaged = figures(reference, last["logprobs"], last["damaged"], reference)
-    why = beyond(damaged, limits(floor))
-    out.append({"run": DAMAGED, "phase": "judged", **damaged, "passes": not why, "why": "; ".join(why)})
+    for name, control in last["controls"].items():
+        answers, logprobs = ([last[key][i] for i in control["requests"]] for key in ("answers", "logprobs"))
+        found = figures(answers, logprobs, control["scores"], answers)
+        why = beyond(found, limits(floor))
+        out.append({"run": name, "phase": "judged", **found, "passes": not why, "why": "; ".join(why)})
     return out
 
 
 def verdict(judged: list[dict[str, Any]]) -> list[str]:
     """What is wrong: a run of tidekv that does not pass, or a fault on purpose that does."""
-    faults = (FAULT, DAMAGED)
-    out = [f"{r['run']}: {r['why']}" for r in judged if r["run"] not in (*faults, REFERENCE) and not r["passes"]]
-    out += [f"{r['run']} passes: this comparison cannot fail" for r in judged if r["run"] in faults and r["passes"]]
-    return out
+    served = [r for r in judged if r["run"] != FAULT and r["run"].startswith("tidekv")]
+    faulty = [r for r in judged if r["run"] == FAULT or not r["run"].startswith(("tidekv", "stock"))]
+    out = [f"{r['run']}: {r['why']}" for r in served if not r["passes"]]
+    return out + [f"{r['run']} passes: this comparison cannot fail" for r in faulty if r["passes"]]

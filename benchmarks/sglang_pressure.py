@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import sglang_answers
-from benchmarks.sglang_answers import FAULT, FLOOR, REFERENCE
+from benchmarks.sglang_answers import ANSWERS, FAULT, FLOOR, REFERENCE
 
 SMALL_POOL = 60_000  # tokens; the workloads need 164k and 98k
 HIGH, LOW = 10, 0
@@ -48,7 +48,6 @@ DIST_INFO = {
     "entry_points.txt": "[sglang.srt.plugins]\ntidekv = tidekv.sglang_plugin.plugin:register\n",
 }
 PLANTED = "planted_fault = benchmarks.planted_fault:register\n"
-ANSWERS = "answers.json.gz"
 
 
 @dataclass(frozen=True)
