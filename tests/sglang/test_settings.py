@@ -101,9 +101,11 @@ def test_each_flag_is_refused_by_name(flag: str) -> None:
         refusals.refuse([reason])
 
 
-def test_overlap_on_a_gpu_has_to_be_asked_for() -> None:
+def test_overlap_on_a_gpu_can_be_switched_off() -> None:
+    assert Settings().overlap
+    assert not read_settings({"TIDEKV_OVERLAP": "0"}).overlap
     (reason,) = refusals.refused_overlap(True, "cuda", False)
-    assert "--disable-overlap-schedule" in reason
+    assert "TIDEKV_OVERLAP=0: add --disable-overlap-schedule" in reason
     for fine in ((False, "cuda", False), (True, "cuda:0", True), (True, "cpu", False)):
         assert refusals.refused_overlap(*fine) == []
 

@@ -1,6 +1,6 @@
 """tidekv inside SGLang: a plugin that replaces the paged allocator, the MHA pool and the attention backend of a server.
 
-    TIDEKV_SGLANG=1 python -m sglang.launch_server ... --disable-overlap-schedule --page-size 16
+    TIDEKV_SGLANG=1 python -m sglang.launch_server ... --page-size 16
 
     plugin.py         the entry point: which hooks, and the refusal to start if one did not take
     seams.py          every place of SGLang that is touched, with its signature and the versions it was read in

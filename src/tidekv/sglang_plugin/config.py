@@ -21,7 +21,7 @@ class Settings:
     host_tokens           tokens of host memory for layers that left the device; default: all that are admitted
     low_max_pages, high_reserved_pages   thresholds of the pressure ladder, in pages; default: the core's fractions
     restore_free          fraction of free pages from which widths come back
-    overlap               1: allow SGLang's overlap scheduling on a GPU
+    overlap               0: a server on a GPU refuses SGLang's overlap scheduling
     low_reads             "exact"; or "window", LOSSY: layers that are not resident do not see a low request's old pages
     window_tokens         most recent tokens that a window reads in every layer, beside the first page
     pausing               0: nobody pauses; the ladder halves a class, and each step streams what it took
@@ -36,7 +36,7 @@ class Settings:
     low_max_pages: int | None = None
     high_reserved_pages: int | None = None
     restore_free: float = 0.25
-    overlap: bool = False
+    overlap: bool = True
     low_reads: str = "exact"
     window_tokens: int = 1024
     pausing: bool = True

@@ -115,13 +115,13 @@ def refused_backends(prefill: str, decode: str, device: object) -> list[str]:
 
 
 def refused_overlap(is_on: bool, device: object, allowed: bool) -> list[str]:
-    """Overlap scheduling: on a CPU a forward is over before the next batch is allocated; on a GPU it has to be asked
-    for."""
+    """Overlap scheduling on a GPU, where an operator has switched it off for tidekv. (On a CPU a forward is over before
+    the next batch is allocated.)"""
     if not is_on or allowed or not str(device).startswith("cuda"):
         return []
     return [
-        "overlap scheduling is on: add --disable-overlap-schedule, or set TIDEKV_OVERLAP=1 (moves of pages then wait "
-        "for the forward that is running; that order is argued in docs/sglang.md and not yet measured on a GPU)"
+        "overlap scheduling is on and TIDEKV_OVERLAP=0: add --disable-overlap-schedule, or unset TIDEKV_OVERLAP "
+        "(moves of pages then wait for the forward that is running, see docs/sglang.md)"
     ]
 
 
