@@ -119,6 +119,15 @@ def test_high_takes_all_that_low_holds() -> None:
     assert ttft(run, 20) <= 1.05 * ttft(ample, 20) + 0.02
 
 
+def test_high_does_not_wait_for_pages_that_others_may_need_later() -> None:
+    # 40 hold 2 pages each, and none of them opens another one; 43 of the 48 that are left are wanted.
+    trace = [high(i, 0.0, 66, 62) for i in range(40)] + [high(40, 0.15, 2700, 20)]
+    run = run_policy("narrow", PAGES, trace, CONFIG)
+    ample = run_policy("unlimited", 4 * PAGES, trace, CONFIG)
+    assert ttft(run, 40) <= ttft(ample, 40) + 1e-9
+    assert_all_served(run, trace)
+
+
 def test_high_takes_the_pages_of_a_low_prompt_that_is_being_computed() -> None:
     trace = [low(0, 0.0, 7200, 20), high(1, 0.05, 7200, 20)]
     run = run_policy("narrow", PAGES, trace, CONFIG)

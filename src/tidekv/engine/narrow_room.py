@@ -137,8 +137,12 @@ class NarrowRoom(NarrowRequests):
         room = self.widths.available_pages()
         if not request.is_high_priority:
             return need + len(self.running) <= room + self._narrowable_pages()
+        room += self._held_by_lows()
         growing = sum(r.is_high_priority for r in self.running)
-        return need + growing <= room + self._held_by_lows() + self._hidden_high_pages()
+        # Until its first token each of them opens a page in `page_size` steps, and after it they may narrow for others.
+        steps = 1 + -(-sum(r.num_tokens - r.num_computed for r in [*prompts, request]) // self.prefill_chunk)
+        soon = -(-steps * growing // self.memory.page_size)
+        return need + soon <= room or need + growing <= room + self._hidden_high_pages()
 
     def _narrowable_pages(self) -> int:
         """Pages that become free when low priority narrows as far as it is read without streaming."""
