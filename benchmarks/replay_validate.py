@@ -198,13 +198,13 @@ def fit_rows(report: Report, steps: Sequence[MeasuredStep]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser, make = arguments("replay_validate", 230.0, __doc__)
-    parser.add_argument("--machine", default="H200", help="preset of the cost model; with H200-host nothing narrows")
+    parser.add_argument("--machine", default="H200", help="preset of the cost model; with H200-serial nothing narrows")
     parser.add_argument("--policies", default=",".join(POLICIES), help=f"some of {', '.join(POLICIES)}, with commas")
     parser.add_argument("--again", action="store_true", help="compare what --out measured with the model as it is now")
     args = parser.parse_args(argv)
     policies = args.policies.split(",")
     if args.again:
-        (args.out / "again.md").write_text(again(args.out, ("H200", "H200-host")), encoding="utf-8")
+        (args.out / "again.md").write_text(again(args.out, ("H200", "H200-serial")), encoding="utf-8")
         return 0
     if unknown := [policy for policy in policies if policy not in POLICIES]:
         parser.error(f"--policies must be some of {', '.join(POLICIES)}, got {', '.join(unknown)}")

@@ -107,11 +107,10 @@ def test_windows_of_either_class_are_served_without_streaming_theirs(reads: tupl
         assert run.stats["streamed_bytes"] == 0
 
 
-def test_where_every_step_pays_for_something_narrow_requests_move_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_every_step_pays_for_something_narrow_requests_move_whole() -> None:
     # An engine that launches nothing ahead while anything is narrow: every step takes half as long again for it.
-    monkeypatch.setitem(MACHINES, "serial", replace(MACHINES["H200"], name="serial", serial_step_s=2.5e-3))
     trace = [request(0, 0.0, 1500, 600, True)] + [request(1 + i, 0.2, 1500, 200) for i in range(6)]
-    config = ReplayConfig(8192, max_running=64, machine="serial")
+    config = ReplayConfig(8192, max_running=64, machine="H200-serial")
     narrow, swap = (run_policy(policy, PAGES, trace, config) for policy in ("narrow", "swap"))
     assert (narrow.stats["narrows"], narrow.stats["streamed_bytes"], narrow.stats["retractions"]) == (False, 0, 0)
     assert narrow.stats["parkings"] == swap.stats["parkings"] > 0

@@ -56,7 +56,7 @@ def test_a_measurement_is_compared_again_without_the_machine(
     tmp_path: Path, replay_validate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replay_validate, "GPU", replay_validate.SMOKE)  # a workload of a few seconds
-    cost, host = (cost_model(name, "llama-3.1-8b") for name in ("H200", "H200-host"))
+    cost, host = (cost_model(name, "llama-3.1-8b") for name in ("H200", "H200-serial"))
     loads = [StepLoad(8, 8000 + i, streamed_bytes=1_000_000, any_narrow=True) for i in range(5)]
     steps = [replay_validate.MeasuredStep("narrow", load, True, host.step_s(load)) for load in loads]
     replay_validate.save_steps(tmp_path / "replay_steps.json", steps)
