@@ -124,7 +124,8 @@ _HOST = replace(
     + ". The host's part of an engine that launches ahead at any width: decode steps with "
     "4 and 16 of 32 requests narrowed, and 16 and 64 of 128, take 6.94, 23.5, 23.6 and 91.9 ms, for 6.21, 6.26, 9.99 "
     "and 10.3 at full width and 5.30, 21.2, 21.2 and 84.7 of the link at 53.9 GB/s "
-    "(benchmarks/results/2026-12-01-h200/). What pages that come in and what chunks cost is that of H200-serial, not measured again",
+    "(benchmarks/results/2026-12-01-h200/). What pages that come in and what chunks cost is that of H200-serial, not "
+    "measured again",
 )
 MACHINES |= {machine.name: machine for machine in (_HOST, _SERIAL)}
 
