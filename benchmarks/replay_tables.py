@@ -7,7 +7,7 @@ fills the places of a document that look like this, from `RESULTS/goals.md` and 
 
     <!-- table: goals -->                                      the goals, a row a run of narrow
     <!-- table: times azure_conv+arxiv llama-3.1-8b H200 0.50 -->    all runs of one mix, shape, machine and pool
-    <!-- table: costs -->                                      what a run's time went to
+    <!-- table: costs azure_conv+arxiv llama-3.1-8b H200 -->   what the time of its runs went to
     <!-- end -->                                               after each of them
 """
 
@@ -199,12 +199,13 @@ def fill(text: str, folders: Sequence[Path]) -> str:
         kind, *words = match[2].split()
         if kind == "goals":
             lines = goals_of(folders)
-        elif kind == "costs":
-            lines = costs_table(load(folders))
+        elif kind == "costs" and len(words) == 3:
+            mine = [r for r in load(folders) if [r["mix"].split(".")[0], r["model"], r["machine"]] == words]
+            lines = costs_table(mine)
         elif kind == "times" and len(words) == 4:
             lines = times_of(folders, *words)
         else:
-            raise ValueError(f"no table {match[2]!r}: goals, costs, or times MIX MODEL MACHINE SHARE")
+            raise ValueError(f"no table {match[2]!r}: goals, costs MIX MODEL MACHINE, or times MIX MODEL MACHINE SHARE")
         if len(lines) < 3:
             raise ValueError(f"no run for the table {match[2]!r}")
         return "\n".join([match[1], *lines, "", match[3]])

@@ -96,7 +96,8 @@ def test_a_documents_tables_are_made_from_the_runs(matrix: Any, tmp_path: Path) 
     page = tmp_path / "page.md"
     page.write_text(
         "one\n<!-- table: goals -->\nold\n<!-- end -->\ntwo\n"
-        "<!-- table: times made llama-3.1-8b H200 0.50 -->\n<!-- end -->\n<!-- table: costs -->\n<!-- end -->\nthree\n"
+        "<!-- table: times made llama-3.1-8b H200 0.50 -->\n<!-- end -->\n"
+        "<!-- table: costs made llama-3.1-8b H200 -->\n<!-- end -->\nthree\n"
     )
     for _ in range(2):  # the second time finds its own tables
         assert tables.main([str(tmp_path), "--into", str(page)]) == 0
