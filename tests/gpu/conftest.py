@@ -3,10 +3,14 @@ sizes. `python -m tests.gpu.run` runs them in several processes at once."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from gpu.engine_pair import load
+from tidekv.engine.model import LoadedModel
 
 HERE = Path(__file__).parent
 
@@ -39,3 +43,18 @@ def device() -> str:
 @pytest.fixture
 def on_gpu() -> bool:
     return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="module")
+def llama() -> Iterator[tuple[LoadedModel, torch.dtype]]:
+    """Llama-3.1-8B's layers in bf16 on the GPU; something small on the CPU."""
+    on_gpu = torch.cuda.is_available()
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    yield load("cuda" if on_gpu else "cpu", "llama" if on_gpu else "tiny", dtype), dtype
+    if on_gpu:
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadedModel:
+    return load("cuda" if torch.cuda.is_available() else "cpu", "tiny", torch.float32)

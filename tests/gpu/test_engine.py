@@ -5,33 +5,17 @@ crept into a step."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from engine_cases import poison_staging
-from gpu.engine_pair import Recorder, delay_and_poison, live_kv, load, make, run, start, widen
+from gpu.engine_pair import Recorder, delay_and_poison, live_kv, make, run, start, widen
 from tidekv.engine.model import LoadedModel
 from tidekv.memory.ledger import HIGH, LOW
 
 LENGTHS = [300, 33, 700, 161]
-
-
-@pytest.fixture(scope="module")
-def llama() -> Iterator[tuple[LoadedModel, torch.dtype]]:
-    """Llama-3.1-8B's layers in bf16 on the GPU; something small on the CPU."""
-    on_gpu = torch.cuda.is_available()
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    yield load("cuda" if on_gpu else "cpu", "llama" if on_gpu else "tiny", dtype), dtype
-    if on_gpu:
-        torch.cuda.empty_cache()
-
-
-@pytest.fixture(scope="module")
-def tiny() -> LoadedModel:
-    return load("cuda" if torch.cuda.is_available() else "cpu", "tiny", torch.float32)
 
 
 def assert_same_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:

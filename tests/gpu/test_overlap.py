@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,6 @@ from gpu.engine_pair import (
     Recorder,
     delay_and_poison,
     live_kv,
-    load,
     make,
     poison_free,
     run,
@@ -38,21 +36,6 @@ from tidekv.memory.ledger import HIGH, LOW
 
 LENGTHS = [300, 33, 700, 161]
 RATES = StepRates(link_rate=2e7, base_s=5e-3, request_s=0.0, context_s=0.0, prompt_s=1e-5)
-
-
-@pytest.fixture(scope="module")
-def llama() -> Iterator[tuple[LoadedModel, torch.dtype]]:
-    """Llama-3.1-8B's layers in bf16 on the GPU; something small on the CPU."""
-    on_gpu = torch.cuda.is_available()
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    yield load("cuda" if on_gpu else "cpu", "llama" if on_gpu else "tiny", dtype), dtype
-    if on_gpu:
-        torch.cuda.empty_cache()
-
-
-@pytest.fixture(scope="module")
-def tiny() -> LoadedModel:
-    return load("cuda" if torch.cuda.is_available() else "cpu", "tiny", torch.float32)
 
 
 def slow_steps(engine: Engine, ms: float) -> list[bool]:
