@@ -5,9 +5,20 @@ Under a step, which then does without them, as far as it hides the bytes; else b
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tidekv.engine import streaming_policy as policy
 from tidekv.engine.narrow_room import NarrowRoom
 from tidekv.engine.request import Request, RequestState
+
+
+@dataclass
+class _Means:
+    """What is left of a step for widening."""
+
+    move_bytes: int  # between steps, of what was saved up
+    hidden_bytes: int  # under it, before anything arrives
+    spare_pages: int  # that must stay free
 
 
 class NarrowReturns(NarrowRoom):
@@ -18,29 +29,21 @@ class NarrowReturns(NarrowRoom):
         wanting = [r for r in self.running if self._wants_width(r)] + self.parked
         if not wanting:
             return
-        left, hidden = self._move_limit(), self._hidden_bytes()
-        arrival = policy.owed_bytes(self.rates, self.rates.behind_step_s)  # once a step that pages come in under
         # A page for everybody's growth, and what this very step opens: else it would take back what just came in.
         spare = max(sum(not self._is_paused(r) for r in self.running) + 1, self._demand())
+        means = _Means(self._move_limit(), self._hidden_bytes(), spare)
         for request in sorted(wanting, key=self._rank):
             need = self._pages_away(request)
-            behind = self._comes_behind(request)
-            batch = min(policy.WIDEN_BATCH, need) * self._slot_bytes()
-            if behind and hidden < self._slot_bytes():
-                behind = False  # a slow link: not even one page fits under a step
-            if behind and hidden - self.arriving_bytes < min(batch, hidden):
+            # A slow link hides not even one page under a step.
+            behind = self._comes_behind(request) and means.hidden_bytes >= self._slot_bytes()
+            batch_bytes = min(policy.WIDEN_BATCH, need) * self._slot_bytes()
+            if not self._is_paid(batch_bytes, behind, means):
                 return
-            if behind and not self.arriving_bytes and arrival > max(0, self.move_bytes):
-                return
-            if not behind and min(self.move_bytes, left) < batch:
-                return  # save up: every batch rewrites the tables of locations once
             streams = not self._mode(request).streams_nothing
-            may_stream = streams and request.parked is None and need * self._slot_bytes() <= hidden
-            if may_stream and not policy.restore_pays(batch, batch, self._steps_left(request)):
+            may_stream = streams and request.parked is None and need * self._slot_bytes() <= means.hidden_bytes
+            if may_stream and not policy.restore_pays(batch_bytes, batch_bytes, self._steps_left(request)):
                 continue  # its last token: streaming it once costs the same and needs no page
-            if need + spare > self.widths.available_pages():
-                self._give_way(request, need + spare)
-            room = self.widths.available_pages() - spare
+            room = self._room_for(request, need, means)
             if need > room:
                 if request.is_high_priority and request.parked is None:
                     continue  # it is stepped all the same
@@ -48,30 +51,50 @@ class NarrowReturns(NarrowRoom):
                 # every page that it has makes that cheaper, and it goes on once a step hides what is left.
                 if not (behind and streams and room >= policy.WIDEN_BATCH):
                     return
-                need = room
             if request.parked is not None and not self._unpark(request):
                 continue
             if self._is_overdue(request):
                 request.turn_end = len(request.output_ids) + self._quantum(request)
             if behind and request.state is not RequestState.DECODE:
                 continue  # it was parked in its prompt
-            need = min(need, self._pages_away(request))
-            widened = 0
-            if behind and need:
-                most = (hidden - self.arriving_bytes) // self._slot_bytes()
-                widened = self.widths.widen_behind(request, min(need, most))
-                if widened and not self.arriving_bytes:
-                    self.move_bytes -= arrival
+            self._bring_pages(request, min(need, room, self._pages_away(request)), behind, means)
+            means.spare_pages += self._pages_away(request)  # the rest of it is promised
+
+    def _is_paid(self, batch_bytes: int, behind: bool, means: _Means) -> bool:
+        """A batch of pages may come in now, under this step (`behind`) or before it. Else it is saved up for: every
+        batch rewrites the tables of locations once."""
+        if not behind:
+            return min(self.move_bytes, means.move_bytes) >= batch_bytes
+        if means.hidden_bytes - self.arriving_bytes < min(batch_bytes, means.hidden_bytes):
+            return False
+        return self.arriving_bytes > 0 or self._arrival_bytes() <= max(0, self.move_bytes)
+
+    def _arrival_bytes(self) -> int:
+        """What a step costs of the move budget, once, for having pages come in under it."""
+        return policy.owed_bytes(self.rates, self.rates.behind_step_s)
+
+    def _room_for(self, request: Request, need: int, means: _Means) -> int:
+        """Pages that it can have, once others have given way for it."""
+        if need + means.spare_pages > self.widths.available_pages():
+            self._give_way(request, need + means.spare_pages)
+        return self.widths.available_pages() - means.spare_pages
+
+    def _bring_pages(self, request: Request, most: int, behind: bool, means: _Means) -> None:
+        """Widen up to `most` of its pages, as far as it is paid for."""
+        widened = 0
+        if behind and most:
+            hidden = (means.hidden_bytes - self.arriving_bytes) // self._slot_bytes()
+            widened = self.widths.widen_behind(request, min(most, hidden))
+            if widened:
+                self.move_bytes -= 0 if self.arriving_bytes else self._arrival_bytes()
                 self.arriving_bytes += widened * self._slot_bytes()
-                if widened:
-                    self.arriving.add(request)
-            if need and not widened:  # nor where none of its pages may come in behind a step
-                most = min(self.move_bytes, left) // self._slot_bytes()
-                widened = self.widths.widen(request, max(1, min(need, most)))
-                self.move_bytes -= widened * self._slot_bytes()
-                left -= widened * self._slot_bytes()
-            self.num_widenings += widened > 0
-            spare += self._pages_away(request)  # the rest of it is promised
+                self.arriving.add(request)
+        if most and not widened:  # nor where none of its pages may come in behind a step
+            paid = min(self.move_bytes, means.move_bytes) // self._slot_bytes()
+            widened = self.widths.widen(request, max(1, min(most, paid)))
+            self.move_bytes -= widened * self._slot_bytes()
+            means.move_bytes -= widened * self._slot_bytes()
+        self.num_widenings += widened > 0
 
     def _comes_behind(self, request: Request) -> bool:
         """Its pages may come in under a step that it is not in: low priority, written through, decodes."""
