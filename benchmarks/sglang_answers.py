@@ -11,9 +11,9 @@ Rounding moves both a little. KV that was lost, moved to the wrong place or read
 on. The floor is stock SGLang itself in the same small pool: other batches, retractions, KV computed again.
 
 The model is written on the spot. Its weights are large enough that every key matters: logits of attention spread by 2,
-so that about a tenth of 600 keys carry a head, and what attention adds is most of the residual stream. In a model of
-this shape with 512 channels, in torch on a CPU, bf16 alone moves drift by 0.06 at most (gap 0.04), and one page of 64
-tokens that reads its neighbour's KV in a single layer by 0.28 (gap 0.19).
+so that about a tenth of 600 keys carry a head, and what attention adds is most of the residual stream. So a page of 64
+tokens that reads its neighbour's KV in a single layer moves drift by 0.25 (gap 0.25), where bf16 alone moves it by 0.08
+at most (gap 0.06): benchmarks/results/2026-12-01-h200/sglang_answers.json, controls of `sglang_rescore`.
 """
 
 from __future__ import annotations

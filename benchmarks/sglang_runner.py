@@ -61,7 +61,7 @@ def set_range(req: Any, begin: int, end: int, req_to_token: Any = None) -> None:
     req.set_extend_range(begin, end)
 
 
-def row_of(req: Any) -> int:
+def row_of(req: Any) -> int | None:
     """The request's row of `req_to_token`."""
     from tidekv.sglang_plugin import page_mirror
 

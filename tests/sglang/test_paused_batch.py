@@ -24,10 +24,11 @@ from tidekv.memory.device_pool import DeviceKVPool
 from tidekv.memory.host_pool import HostKVPool
 from tidekv.sglang_plugin.allocator import TideAllocator
 from tidekv.sglang_plugin.capacity import plan_capacity
+from tidekv.sglang_plugin.page_mirror import row_of
 from tidekv.sglang_plugin.paused_batch import PausedRequests
 from tidekv.sglang_plugin.pausing import Rules
 from tidekv.sglang_plugin.pressed_pages import BatchView, TideCore
-from tidekv.sglang_plugin.request_pages import committed_len, row_of
+from tidekv.sglang_plugin.request_pages import committed_len
 from tidekv.sglang_plugin.window import Window
 
 LAYERS, PAGES, PAGE_SIZE, VOCAB, HIGH = 8, 40, 4, 50, 10

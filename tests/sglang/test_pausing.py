@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
+from benchmarks import sglang_rules
 
 from tidekv.errors import ConfigError
 from tidekv.sglang_plugin.pausing import Choice, Member, Room, Rules, admits, choose, victims
@@ -176,3 +178,11 @@ def test_nobody_starves_and_turns_end_sooner_than_order_of_arrival() -> None:
     assert max(turns.ends) < 0.85 * max(arrival.ends)
     assert turns.pauses < 64  # each takes its KV out and in: fewer than one for each request
     assert turns.shortest_run >= RULES.quantum
+
+
+def test_the_page_prints_what_the_rules_come_to() -> None:
+    """Of the whole workloads that were measured; a changed rule shows in docs/sglang.md."""
+    page = (Path(__file__).parents[2] / "docs" / "sglang.md").read_text()
+    lines = sglang_rules.table()
+    assert len([line for line in lines if line.startswith("| defaults")]) == 2
+    assert [line for line in lines if line not in page] == []

@@ -46,9 +46,9 @@ class PageMirror:
         """
         if not len(ids):
             return
-        taken = 0
+        taken, rows = 0, rows_of(reqs)
         for i in np.flatnonzero(count > 0).tolist():
-            row, begin, n = row_of(reqs[i]), int(first[i]), int(count[i])
+            row, begin, n = rows[i], int(first[i]), int(count[i])
             self._take_over(row, reqs[i], begin)
             mine = slice(begin, begin + n)
             self.ids[row, mine] = ids[taken : taken + n]
@@ -110,14 +110,14 @@ def read_rows(req_to_token: torch.Tensor, rows: torch.Tensor, num_pages: IntArra
     return ids
 
 
-def row_of(req: Any) -> int:
-    """The request's row of `req_to_token`: on the request in 0.5.17, on its KV record later."""
-    own = getattr(req, "req_pool_idx", None)
-    return int(req.kv.req_pool_idx if own is None else own)
+def row_of(req: Any) -> int | None:
+    """The request's row of `req_to_token`, None if it holds none: on the request up to 0.5.20, on its KV record
+    later."""
+    return rows_of([req])[0]
 
 
 def rows_of(reqs: Sequence[Any]) -> list[int]:
-    """`row_of` of each, 64 of them in 3 us."""
+    """`row_of` of each, who must hold one; 64 of them in 3 us."""
     if reqs and hasattr(reqs[0], "req_pool_idx"):
         return [req.req_pool_idx for req in reqs]
     return [req.kv.req_pool_idx for req in reqs]

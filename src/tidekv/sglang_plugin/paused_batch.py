@@ -17,8 +17,9 @@ import torch
 
 from tidekv.memory.ledger import HIGH, LOW, NO_SLOTS, IntArray
 from tidekv.sglang_plugin.allocator import TideAllocator
+from tidekv.sglang_plugin.page_mirror import row_of
 from tidekv.sglang_plugin.pausing import Member, Room, Rules, admits, choose, victims
-from tidekv.sglang_plugin.request_pages import RequestPages, committed_len, row_of
+from tidekv.sglang_plugin.request_pages import RequestPages, committed_len
 from tidekv.sglang_plugin.split_batch import put_together, take_aside
 
 JOIN_EVERY = 64  # decode steps after which everybody is merged, for those who look at the running batch without a call

@@ -10,6 +10,7 @@ import torch
 
 from tidekv.memory.ledger import LOW, NO_SLOTS, BoolArray, IntArray
 from tidekv.sglang_plugin.allocator import TideAllocator
+from tidekv.sglang_plugin.page_mirror import read_rows, rows_of
 
 
 class RequestPages:
@@ -27,8 +28,7 @@ class RequestPages:
         if self.allocator.mirror is not None:
             found = self.allocator.mirror.ids_of(reqs, counts)
         else:
-            rows = self.rows[[row_of(req) for req in reqs], : int(counts.max()) * page_size : page_size]
-            found = rows.cpu().numpy().astype(np.int64) // page_size
+            found = read_rows(self.rows, torch.tensor(rows_of(reqs)), counts, page_size)
         return [found[i, :count] for i, count in enumerate(counts.tolist())]
 
     def parts(self, req: Any, pages: IntArray) -> tuple[IntArray, IntArray]:
@@ -80,10 +80,3 @@ def committed_len(req: Any) -> int:
     """Tokens whose KV is written: on the request in 0.5.17, on its KV record later."""
     own = getattr(req, "kv_committed_len", None)
     return int(req.kv.kv_committed_len if own is None else own)
-
-
-def row_of(req: Any) -> int | None:
-    """Its row, None if it holds none: on the request up to 0.5.20, on its KV record later."""
-    holder = req if hasattr(req, "req_pool_idx") else req.kv
-    found: int | None = holder.req_pool_idx
-    return found
