@@ -5,7 +5,7 @@ from __future__ import annotations
 from tidekv.engine import streaming_policy as policy
 from tidekv.engine.narrow_requests import NarrowRequests
 from tidekv.engine.request import Request, RequestState
-from tidekv.engine.scheduler import by_rank
+from tidekv.engine.scheduler import first_of
 from tidekv.memory.ledger import LOW
 
 
@@ -18,8 +18,8 @@ class NarrowRoom(NarrowRequests):
         decodes = [r for r in some if r.state is RequestState.DECODE and r not in self.arriving]
         pages = self.widths.new_pages([r for r in decodes if not self._is_paused(r)])
         prompts = [r for r in some if r.state is RequestState.PREFILL]
-        waiting = [r for r in by_rank(self.waiting) if r.is_high_priority or not only_high]
-        if waiting and self._may_admit(waiting[0]):
+        waiting = [r for r in self.waiting if r.is_high_priority or not only_high]
+        if waiting and self._may_admit(first_of(waiting)):
             prompts += waiting
         wide = sum(r.num_tokens - r.num_computed for r in prompts if self._opens_wide(r))
         pages += self.memory.pages(min(wide, self.prefill_chunk)) + (wide > 0)

@@ -31,9 +31,18 @@ class StepPlan:
     work: list[tuple[Request, int]] = field(default_factory=list)
 
 
+def _rank(request: Request) -> tuple[bool, int]:
+    return not request.is_high_priority, request.arrival_order
+
+
 def by_rank(requests: Iterable[Request]) -> list[Request]:
     """High before low, then in order of arrival."""
-    return sorted(requests, key=lambda r: (not r.is_high_priority, r.arrival_order))
+    return sorted(requests, key=_rank)
+
+
+def first_of(requests: Iterable[Request]) -> Request:
+    """The first by rank, without sorting: a queue of hundreds is asked for it several times a step."""
+    return min(requests, key=_rank)
 
 
 class Scheduler:
@@ -110,11 +119,9 @@ class Scheduler:
         no queue moves before, because what is free only becomes less."""
         if any(r.state is not RequestState.DECODE for r in self.running) or not self.running:
             return False
-        if self.memory.allocator.ledger.any_narrow or (self.parked and self._fits_back(by_rank(self.parked)[0])):
+        if self.memory.allocator.ledger.any_narrow or (self.parked and self._fits_back(first_of(self.parked))):
             return False
-        return (
-            not self.waiting or len(self.running) >= self.max_running or not self._may_admit(by_rank(self.waiting)[0])
-        )
+        return not self.waiting or len(self.running) >= self.max_running or not self._may_admit(first_of(self.waiting))
 
     def repeat(self, requests: list[Request]) -> None:
         """Book one such step of `requests`, everybody who runs, as if it had been planned."""
@@ -246,9 +253,9 @@ class Scheduler:
         If only one is running there is nobody to take from but those on the host; and if there are none, it begins
         anew on a clean pool, where all that was admitted fits.
         """
-        victim = by_rank(self.running)[-1]
+        victim = max(self.running, key=_rank)
         if len(self.running) == 1 and self.parked:
-            victim = by_rank(self.parked)[-1]
+            victim = max(self.parked, key=_rank)
             self._retract(victim)
         elif len(self.running) == 1:
             if victim.num_computed <= victim.stuck_at:
