@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tidekv.kernels import HAS_TRITON, assign, attention, move, remap, tables
+from tidekv.kernels import HAS_TRITON, assign, attention, fused, move, remap, tables
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 
@@ -169,9 +169,9 @@ CASES = {
         32,
         8,
         128,
-        ({}, {"num_splits": 5}, {"window": 70}, {"valid": 0}),
+        ({}, {"num_splits": 5}, {"window": 70}, {"valid": 0.3}, {"valid": 0.95, "few_valid": True}),
     ),
-    "fp32": (torch.float32, torch.float32, 1e-4, 16, 9, 3, 64, ({}, {"num_splits": 5}, {"valid": 0})),
+    "fp32": (torch.float32, torch.float32, 1e-4, 16, 9, 3, 64, ({}, {"num_splits": 5}, {"valid": 0.3})),
     "fp16": (torch.float16, torch.float16, 4e-3, 1, 4, 4, 32, ({},)),
     "fp8 cache": (torch.bfloat16, torch.float8_e4m3fn, 3e-2, 64, 32, 8, 128, ({},)),
 }
@@ -195,9 +195,10 @@ def test_paged_attention(kernel: Any, device: str, on_gpu: bool, shape: str, cas
     query = torch.randn(sum(q_lens), hq, dim, device=device).to(dtype)
     cu_q = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], device=device)
     table, lens = table.to(device), torch.tensor(kv_lens, device=device)
-    valid = torch.rand(table.shape, device=device) > 0.3
     for options in variants:
-        options = {"valid_pages": valid} if "valid" in options else options
+        options = dict(options)
+        if "valid" in options:
+            options["valid_pages"] = torch.rand(table.shape, device=device) > options.pop("valid")
         got = [
             attention.paged_attention(
                 query, *flats, table, cu_q, lens, page_size, dim**-0.5, max_q=max(q_lens), backend=backend, **options
@@ -235,3 +236,46 @@ def test_merge_states(kernel: Any, device: str, dtype: torch.dtype) -> None:
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     for mine, twin in zip(*got, strict=True):
         torch.testing.assert_close(mine, twin, rtol=tolerance, atol=tolerance)
+
+
+def test_no_size_has_an_attention_kernel_of_its_own(on_gpu: bool, device: str) -> None:
+    """Each would be compiled while serving, 1.5 s a time: numbers of tokens, of columns and of splits, and where the
+    lists of a batch begin in memory."""
+    if not (on_gpu and HAS_TRITON):
+        pytest.skip("counts compiled kernels: needs Triton and a CUDA device")
+    page_size, hkv, dim = 16, 2, 64
+    flats = [torch.randn(600 * page_size, hkv, dim, device=device, dtype=torch.float16) for _ in range(2)]
+    before = len(attention._attend._compiled)
+    for max_q, columns, splits in ((40, 9, 1), (41, 16, 1), (33, 32, 16), (48, 1, 5), (64, 33, 2)):
+        query = torch.randn(max_q + 3, 4, dim, device=device, dtype=torch.float16)
+        cu_q = torch.tensor([7, 0, 3, max_q + 3], device=device)[1:]  # starts between multiples of 16 bytes
+        table = torch.randint(1, 600, (2, columns), device=device)
+        lens = torch.tensor([3, max_q], device=device)
+        got = [
+            attention.paged_attention(
+                query, *flats, table.repeat(1, 5), cu_q, lens, page_size, 0.1, max_q=max_q, num_splits=splits, backend=b
+            )
+            for b in ("triton", "torch")
+        ]
+        torch.testing.assert_close(got[0][0], got[1][0], rtol=4e-3, atol=4e-3)
+    assert len(attention._attend._compiled) - before <= 2  # one split writes its result as it is, several in fp32
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 33])
+def test_fused_steps(on_gpu: bool, device: str, tokens: int) -> None:
+    """Twice each: the second launch skips Triton's own."""
+    if not (on_gpu and HAS_TRITON):
+        pytest.skip("needs Triton and a CUDA device; tests/kernels/test_fused.py has the interpreter")
+    for _ in range(2):
+        x, residual, weight = (torch.randn(n, 256, device=device).bfloat16() for n in (tokens, tokens, 1))
+        for residuals in ((None, None), (residual.clone(), residual.clone())):
+            got = fused.add_rms_norm(x, residuals[0], weight[0], 1e-5, use_triton=True)
+            torch.testing.assert_close(got, fused.add_rms_norm_ref(x, residuals[1], weight[0], 1e-5))
+            torch.testing.assert_close(residuals[0], residuals[1])
+        both = torch.randn(tokens, 3000, device=device).bfloat16()
+        torch.testing.assert_close(fused.silu_mul(both, use_triton=True), fused.silu_mul_ref(both))
+        qkv = torch.randn(tokens, 12, 64, device=device).bfloat16()
+        twin, cos, sin = qkv.clone(), *(torch.randn(tokens, 64, device=device).bfloat16() for _ in range(2))
+        fused.rope_(qkv[:, :8], qkv[:, 8:10], cos, sin, use_triton=True)
+        fused.rope_ref_(twin[:, :8], twin[:, 8:10], cos, sin)
+        torch.testing.assert_close(qkv, twin, rtol=1e-2, atol=1e-2)

@@ -113,7 +113,8 @@ def test_window(backend, device, window):
     close(run(batch, 4, 0.25, device, backend, window=window), naive(*batch, 4, 0.25, window=window), torch.float32)
 
 
-def test_invalid_pages_are_neither_seen_nor_loaded(backend, device):
+@pytest.mark.parametrize("few_valid", [False, True])
+def test_invalid_pages_are_neither_seen_nor_loaded(backend, device, few_valid):
     page_size = 4
     batch = make_batch([1, 9, 4], [70, 33, 4], 4, 2, 16, page_size, torch.float32, seed=8)
     _, k, v, table, _, kv_lens = batch
@@ -125,8 +126,9 @@ def test_invalid_pages_are_neither_seen_nor_loaded(backend, device):
             k[page * page_size : (page + 1) * page_size] = math.nan
             v[page * page_size : (page + 1) * page_size] = math.nan
     expected = naive(*batch, page_size, 0.25, valid=valid.tolist())
+    masks = {"valid_pages": valid.to(device), "few_valid": few_valid}
     for num_splits in (1, 3):
-        got = run(batch, page_size, 0.25, device, backend, valid_pages=valid.to(device), num_splits=num_splits)
+        got = run(batch, page_size, 0.25, device, backend, **masks, num_splits=num_splits)
         close(got, expected, torch.float32)
         assert got[0][-4:].eq(0).all()
         assert got[1][-4:].eq(-math.inf).all()

@@ -29,10 +29,63 @@ from tidekv.kernels import (
     triton,
     use_triton,
 )
+from tidekv.kernels.launch import Launcher
 
 _MAX_SPLITS = 32  # bounds the scratch: 32 * T * Hq * (D + 1) * 4 bytes, and only for batches that cannot fill the GPU
 _MIN_SPLIT_TOKENS = 256  # below this the merge costs more than the parallelism gains
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@triton.jit
+def _attend_tile(
+    acc,
+    row_max,
+    row_sum,
+    q_tile,
+    qpos,
+    k,
+    v,
+    table_row,
+    pos,
+    key_ok,
+    head,
+    scale_log2,
+    window,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One step of the online softmax: the keys at positions `pos`, those that are `key_ok`."""
+    offs_d = tl.arange(0, BLOCK_D)
+    page = tl.load(table_row + pos // PAGE_SIZE, mask=key_ok, other=0)
+    # int64 from the table on: rows * heads * dim passes 2**31
+    elem = ((page * PAGE_SIZE + pos % PAGE_SIZE) * HKV + head) * D
+    load_ok = key_ok[:, None]
+    if BLOCK_D != D:
+        load_ok = load_ok & (offs_d < D)[None, :]
+    k_tile = tl.load(k + elem[:, None] + offs_d[None, :], mask=load_ok, other=0.0).to(q_tile.dtype)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+    if MASKED:
+        see = key_ok[None, :] & (pos[None, :] <= qpos[:, None])
+        if HAS_WINDOW:
+            see = see & (pos[None, :] > qpos[:, None] - window)
+        scores = tl.where(see, scores, -float("inf"))
+    elif HAS_VALID:
+        scores = tl.where(key_ok[None, :], scores, -float("inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    # a row that has seen no key yet: exp2(-inf - 0) = 0, not NaN
+    safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
+    weights = tl.math.exp2(scores - safe_max[:, None])
+    shrink = tl.math.exp2(row_max - safe_max)
+    row_sum = row_sum * shrink + tl.sum(weights, 1)
+    v_tile = tl.load(v + elem[:, None] + offs_d[None, :], mask=load_ok, other=0.0).to(q_tile.dtype)
+    acc = acc * shrink[:, None] + tl.dot(weights.to(q_tile.dtype), v_tile, input_precision=PRECISION)
+    return acc, new_max, row_sum
 
 
 @triton.jit
@@ -60,44 +113,35 @@ def _attend_range(
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_VALID: tl.constexpr,
+    SKIPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Online softmax over keys [lo, hi); MASKED says that some query may not see all of them."""
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_n = tl.arange(0, BLOCK_N)
+    """Online softmax over keys [lo, hi); MASKED says that some query may not see all of them, SKIPS that tiles without
+    a valid key are passed over."""
     for start in range(lo, hi, BLOCK_N):
-        pos = start + offs_n
+        pos = start + tl.arange(0, BLOCK_N)
         key_ok = pos < key_end
-        page = tl.load(table_row + pos // PAGE_SIZE, mask=key_ok, other=0)
         if HAS_VALID:
             key_ok = key_ok & (tl.load(valid_row + pos // PAGE_SIZE, mask=key_ok, other=0) != 0)
-        # int64 from the table on: rows * heads * dim passes 2**31
-        elem = ((page * PAGE_SIZE + pos % PAGE_SIZE) * HKV + head) * D
-        load_ok = key_ok[:, None]
-        if BLOCK_D != D:
-            load_ok = load_ok & (offs_d < D)[None, :]
-        k_tile = tl.load(k + elem[:, None] + offs_d[None, :], mask=load_ok, other=0.0).to(q_tile.dtype)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
-        if MASKED:
-            see = key_ok[None, :] & (pos[None, :] <= qpos[:, None])
-            if HAS_WINDOW:
-                see = see & (pos[None, :] > qpos[:, None] - window)
-            scores = tl.where(see, scores, -float("inf"))
-        elif HAS_VALID:
-            scores = tl.where(key_ok[None, :], scores, -float("inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        # a row that has seen no key yet: exp2(-inf - 0) = 0, not NaN
-        safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
-        weights = tl.math.exp2(scores - safe_max[:, None])
-        shrink = tl.math.exp2(row_max - safe_max)
-        row_sum = row_sum * shrink + tl.sum(weights, 1)
-        v_tile = tl.load(v + elem[:, None] + offs_d[None, :], mask=load_ok, other=0.0).to(q_tile.dtype)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(q_tile.dtype), v_tile, input_precision=PRECISION)
-        row_max = new_max
+        if SKIPS:
+            if tl.max(key_ok.to(tl.int32), 0) > 0:
+                acc, row_max, row_sum = _attend_tile(
+                    acc, row_max, row_sum, q_tile, qpos, k, v, table_row, pos, key_ok, head, scale_log2, window,
+                    HKV, D, BLOCK_D, PAGE_SIZE, MASKED, HAS_WINDOW, HAS_VALID, PRECISION,
+                )  # fmt: skip
+        else:
+            acc, row_max, row_sum = _attend_tile(
+                acc, row_max, row_sum, q_tile, qpos, k, v, table_row, pos, key_ok, head, scale_log2, window,
+                HKV, D, BLOCK_D, PAGE_SIZE, MASKED, HAS_WINDOW, HAS_VALID, PRECISION,
+            )  # fmt: skip
     return acc, row_max, row_sum
 
 
-@triton.jit
+# Sizes that change from step to step: a kernel compiled for each kind of value is a stall of 1.5 s while serving.
+@triton.jit(
+    do_not_specialize=["scale_log2", "table_stride", "valid_stride", "num_tokens", "num_splits", "window"],
+    do_not_specialize_on_alignment=["page_table", "valid_pages", "cu_q", "kv_lens"],
+)
 def paged_attention_kernel(
     q,
     k,
@@ -126,6 +170,7 @@ def paged_attention_kernel(
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_VALID: tl.constexpr,
+    SKIPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program (block of queries x split, KV head, request); `out` and `lse` are [num_splits, T, HQ, ...]."""
@@ -172,11 +217,11 @@ def paged_attention_kernel(
         if not HAS_WINDOW:
             acc, row_max, row_sum = _attend_range(
                 acc, row_max, row_sum, q_tile, qpos, k, v, table_row, valid_row, lo, full_end, key_end, head,
-                scale_log2, window, HKV, D, BLOCK_D, PAGE_SIZE, BLOCK_N, False, False, HAS_VALID, PRECISION,
+                scale_log2, window, HKV, D, BLOCK_D, PAGE_SIZE, BLOCK_N, False, False, HAS_VALID, SKIPS, PRECISION,
             )  # fmt: skip
         acc, row_max, row_sum = _attend_range(
             acc, row_max, row_sum, q_tile, qpos, k, v, table_row, valid_row, full_end, key_end, key_end, head,
-            scale_log2, window, HKV, D, BLOCK_D, PAGE_SIZE, BLOCK_N, True, HAS_WINDOW, HAS_VALID, PRECISION,
+            scale_log2, window, HKV, D, BLOCK_D, PAGE_SIZE, BLOCK_N, True, HAS_WINDOW, HAS_VALID, SKIPS, PRECISION,
         )  # fmt: skip
 
         some = row_sum > 0
@@ -188,7 +233,7 @@ def paged_attention_kernel(
         tl.store(out + at[:, None] * D + offs_d[None, :], result.to(out.dtype.element_ty), mask=io_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def merge_splits_kernel(
     part_out, part_lse, out, lse, num_rows, num_splits, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr
 ):
@@ -209,6 +254,9 @@ def merge_splits_kernel(
     result = tl.sum(parts * weights[:, None], 0) / safe_total
     tl.store(out + r * D + offs_d, result.to(out.dtype.element_ty), mask=offs_d < D)
     tl.store(lse + r, tl.where(total > 0, safe_top + tl.log(safe_total), -float("inf")))
+
+
+_attend, _merge_splits = Launcher(paged_attention_kernel), Launcher(merge_splits_kernel)
 
 
 def paged_attention_ref(
@@ -266,6 +314,7 @@ def paged_attention(
     max_q: int,
     window: int | None = None,
     valid_pages: Tensor | None = None,
+    few_valid: bool = False,
     num_splits: int | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -286,6 +335,7 @@ def paged_attention(
             would not be computed.
         window: a query sees only the last `window` positions up to its own; None: all.
         valid_pages: [B, N] bool; keys of other pages are neither seen nor loaded. None: all valid.
+        few_valid: most pages are not valid; the same result, sooner if they are, later if they are not.
         num_splits: parts into which the keys are split; None: chosen from the shapes alone, so the same batch shape
             always gives the same bits.
     Returns:
@@ -365,17 +415,11 @@ def paged_attention(
     block_d = max(16, next_power_of_2(head_dim))
     block_n, num_warps, num_stages = _choose_tile(q, block_m, block_d)
     valid = page_table if valid_pages is None else valid_pages.view(torch.uint8)
-    with on_device(q):
-        paged_attention_kernel[(q_blocks * num_splits, num_kv_heads, num_requests)](
-            q,
-            k_flat,
-            v_flat,
-            part_out,
-            part_lse,
-            page_table,
-            valid,
-            cu_q,
-            kv_lens,
+    _attend(
+        q,
+        (q_blocks * num_splits, num_kv_heads, num_requests),
+        (q, k_flat, v_flat, part_out, part_lse, page_table, valid, cu_q, kv_lens),
+        (
             scale * 1.4426950408889634,  # exp2 is one instruction, exp is not: scores carry log2(e)
             q.stride(0),
             q.stride(1),
@@ -384,34 +428,28 @@ def paged_attention(
             num_tokens,
             num_splits,
             window or 0,
-            HQ=num_q_heads,
-            HKV=num_kv_heads,
-            GROUP_PAD=group_pad,
-            D=head_dim,
-            BLOCK_D=block_d,
-            PAGE_SIZE=page_size,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            HAS_WINDOW=window is not None,
-            HAS_VALID=valid_pages is not None,
-            # fp32 through TF32 would keep 10 bits of mantissa
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=num_warps,
-            num_stages=num_stages,
-        )
-        if num_splits > 1:
-            merge_splits_kernel[(num_tokens * num_q_heads,)](
-                part_out,
-                part_lse,
-                out,
-                lse,
-                num_tokens * num_q_heads,
-                num_splits,
-                D=head_dim,
-                BLOCK_D=block_d,
-                BLOCK_S=next_power_of_2(num_splits),
-                num_warps=4,
-            )
+        ),
+        (
+            num_q_heads,
+            num_kv_heads,
+            group_pad,
+            head_dim,
+            block_d,
+            page_size,
+            block_m,
+            block_n,
+            window is not None,
+            valid_pages is not None,
+            valid_pages is not None and few_valid,
+            "ieee" if q.dtype == torch.float32 else "tf32",  # fp32 through TF32 would keep 10 bits of mantissa
+        ),
+        num_warps,
+        num_stages,
+    )
+    if num_splits > 1:
+        tensors, num_rows = (part_out, part_lse, out, lse), num_tokens * num_q_heads
+        constants = (head_dim, block_d, next_power_of_2(num_splits))
+        _merge_splits(q, (num_rows,), tensors, (num_rows, num_splits), constants)
     return out, lse
 
 

@@ -8,7 +8,8 @@ At batch 32 of an 8B Llama on one H200 the library's separate kernels for these 
 import torch
 from torch import Tensor
 
-from tidekv.kernels import cdiv, next_power_of_2, on_device, require, tl, triton
+from tidekv.kernels import cdiv, next_power_of_2, require, tl, triton
+from tidekv.kernels.launch import Launcher
 
 
 @triton.jit
@@ -39,6 +40,9 @@ def rope_kernel(
     tl.store(at + HALF, (x2 * c2 + x1 * s2).to(k.dtype.element_ty), mask=in_k)
 
 
+_rope = Launcher(rope_kernel)
+
+
 def rope_ref_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Torch twin of `rope_kernel`; see `rope_`."""
     for x in (q, k):
@@ -60,12 +64,9 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, use_triton: bool) -
         rope_ref_(q, k, cos, sin)
         return
     half = q.shape[-1] // 2
-    with on_device(q):
-        rope_kernel[(q.shape[0],)](
-            q, k, cos, sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos.stride(0),
-            HQ=q.shape[1], HKV=k.shape[1], HALF=half, BLOCK_H=next_power_of_2(max(q.shape[1], k.shape[1])),
-            BLOCK_D=next_power_of_2(half),
-        )  # fmt: skip
+    strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos.stride(0))
+    heads = (q.shape[1], k.shape[1], half, next_power_of_2(max(q.shape[1], k.shape[1])), next_power_of_2(half))
+    _rope(q, (q.shape[0],), (q, k, cos, sin), strides, heads)
 
 
 @triton.jit
@@ -77,6 +78,9 @@ def silu_mul_kernel(gate_up, out, width, row_stride, BLOCK: tl.constexpr):
     gate = tl.load(gate_up + row * row_stride + d, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_stride + width + d, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + d, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+_silu_mul = Launcher(silu_mul_kernel)
 
 
 def silu_mul_ref(gate_up: Tensor) -> Tensor:
@@ -92,13 +96,14 @@ def silu_mul(gate_up: Tensor, *, use_triton: bool) -> Tensor:
         return silu_mul_ref(gate_up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    with on_device(gate_up):
-        silu_mul_kernel[(rows, cdiv(width, 1024))](gate_up, out, width, gate_up.stride(0), BLOCK=1024)
+    _silu_mul(gate_up, (rows, cdiv(width, 1024)), (gate_up, out), (width, gate_up.stride(0)), (1024,))
     return out
 
 
 @triton.jit
-def add_rms_norm_kernel(x, residual, weight, out, width, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+def add_rms_norm_kernel(
+    x, residual, weight, out, width, EPS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+):
     """Program t: residual += x (if there is one), out = weight * rms_norm(residual), in fp32."""
     row = tl.program_id(0).to(tl.int64) * width
     d = tl.arange(0, BLOCK)
@@ -110,10 +115,13 @@ def add_rms_norm_kernel(x, residual, weight, out, width, eps, HAS_RESIDUAL: tl.c
         )
         tl.store(residual + row + d, value, mask=inside)
     wide = value.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + EPS)
     normed = (wide * scale).to(out.dtype.element_ty)
     gain = tl.load(weight + d, mask=inside, other=0.0)
     tl.store(out + row + d, normed * gain, mask=inside)
+
+
+_add_rms_norm = Launcher(add_rms_norm_kernel)
 
 
 def add_rms_norm_ref(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -135,16 +143,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float,
     if not use_triton:
         return add_rms_norm_ref(x, residual, weight, eps)
     out = torch.empty_like(x)
-    with on_device(x):
-        add_rms_norm_kernel[(x.shape[0],)](
-            x,
-            x if residual is None else residual,
-            weight,
-            out,
-            x.shape[1],
-            eps,
-            HAS_RESIDUAL=residual is not None,
-            BLOCK=next_power_of_2(x.shape[1]),
-            num_warps=8,
-        )
+    tensors = (x, x if residual is None else residual, weight, out)
+    constants = (eps, residual is not None, next_power_of_2(x.shape[1]))
+    _add_rms_norm(x, (x.shape[0],), tensors, (x.shape[1],), constants, num_warps=8)
     return out
