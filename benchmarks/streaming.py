@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.copy_engine import BatchedCopy
 from benchmarks.report import Report, arguments
 from benchmarks.timing import device, on_gpu, random_fill, sleep_ms, synchronize
 from tidekv import DeviceKVPool, HostKVPool, KVGeometry
 from tidekv.errors import InvariantError
 from tidekv.kernels.attention import paged_attention
+from tidekv.kernels.copy_engine import BatchedCopy, page_addresses
 from tidekv.kernels.move import copy_cells, copy_rows
 
 Issue = Callable[[int], None]  # issues item i on the current stream
@@ -116,9 +116,10 @@ def by_driver(setup: Setup, hosts: np.ndarray) -> Issue:
 
     def issue(item: int) -> None:
         src, dst = setup.lists(item % layers, hosts)
-        stream = torch.cuda.current_stream()
-        batched.copy(setup.pool.k_flat, setup.host.k_flat, dst, src, setup.half_bytes, stream)
-        batched.copy(setup.pool.v_flat, setup.host.v_flat, dst, src, setup.half_bytes, stream)
+        stream, size = torch.cuda.current_stream(), setup.half_bytes
+        sizes = np.full(len(dst), size, dtype=np.uint64)
+        for there, here in ((setup.pool.k_flat, setup.host.k_flat), (setup.pool.v_flat, setup.host.v_flat)):
+            batched.copy(page_addresses(there, dst, size), page_addresses(here, src, size), sizes, stream)
 
     return issue
 

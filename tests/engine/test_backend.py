@@ -63,9 +63,9 @@ def watch_schedules(engine: Engine) -> list[StreamSchedule]:
     seen: list[StreamSchedule] = []
     begin = engine.streamer.begin
 
-    def watched(schedule: StreamSchedule, lists: Any = None) -> None:
+    def watched(schedule: StreamSchedule, lists: Any = None, new_tokens: int = 0) -> None:
         seen.append(schedule)
-        begin(schedule, lists)
+        begin(schedule, lists, new_tokens)
 
     engine.streamer.begin = watched  # type: ignore[method-assign]
     return seen

@@ -17,9 +17,10 @@ from tidekv.engine.model import LoadedModel, load_model, random_config
 from tidekv.engine.request import Request
 from tidekv.engine.sampling import SamplingParams
 from tidekv.engine.scheduler import Scheduler
-from tidekv.kernels import move
+from tidekv.kernels import copy_engine, move
 from tidekv.memory.ledger import DYNAMIC
 from tidekv.memory.upload import upload
+from tidekv.streaming import streamer
 
 LAYERS = 8  # widths 8, 4, 2
 CYCLES_A_MS = 1.98e6  # of `torch.cuda._sleep`, at a H200's clock
@@ -146,12 +147,33 @@ def delay_and_poison(engine: Engine, device: str, longest_ms: float = 0.4) -> di
             for flat in cells:
                 flat.index_fill_(0, index, float("nan"))
             counts["poisoned"] += len(index)
-        mine = engine.streamer._dst[item.begin : item.end]
+        if engine.streamer._runs is not None:
+            assert engine.streamer._schedule is not None
+            mine = upload(pool.device, (engine.streamer._schedule.dst[item.begin : item.end],))[0]
+        else:
+            mine = engine.streamer._dst[item.begin : item.end]
         for flat in cells:
             flat.index_fill_(0, mine, float("nan"))
 
+    backend = engine.backend
     engine.streamer.before_copy = before_copy
+    write = backend._write_to_host
+
+    def write_late(*args: torch.Tensor) -> None:
+        if backend._compute is not None:
+            with torch.cuda.stream(backend._host_writes):
+                torch.cuda._sleep(int(rng.uniform(0, longest_ms) * CYCLES_A_MS))
+        write(*args)
+
+    backend._write_to_host = write_late  # type: ignore[method-assign]
     return counts
+
+
+def copy_by(monkeypatch: pytest.MonkeyPatch, how: str, device: str) -> None:
+    """Every streamed layer of a launched step comes in by the "kernel", or by the "copy engine"."""
+    if how == "copy engine" and (missing := "needs a GPU" if device == "cpu" else copy_engine.why_not()):
+        pytest.skip(f"the driver's batched copy: {missing}")
+    monkeypatch.setattr(streamer, "COPY_ENGINE_TOKENS", 0 if how == "copy engine" else 1 << 60)
 
 
 def poison_free(engine: Engine) -> int:

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from engine_cases import poison_staging
-from gpu.engine_pair import Recorder, delay_and_poison, live_kv, make, run, start, widen
+from gpu.engine_pair import Recorder, copy_by, delay_and_poison, live_kv, make, run, start, widen
 from tidekv.engine.model import LoadedModel
 from tidekv.memory.ledger import HIGH, LOW
 
 LENGTHS = [300, 33, 700, 161]
+COPIES = ["kernel", "copy engine"]
 
 
 def assert_same_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
@@ -25,10 +26,12 @@ def assert_same_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
         assert torch.equal(mine, other), f"{i}: differs by up to {(mine.float() - other.float()).abs().max():g}"
 
 
+@pytest.mark.parametrize("how", COPIES)
 def test_halving_and_restore_change_no_bit(
-    monkeypatch: pytest.MonkeyPatch, device: str, llama: tuple[LoadedModel, torch.dtype]
+    monkeypatch: pytest.MonkeyPatch, device: str, llama: tuple[LoadedModel, torch.dtype], how: str
 ) -> None:
     """Streams delayed at random, staging poisoned: logits of every step and KV of every layer equal ample memory's."""
+    copy_by(monkeypatch, how, device)
     loaded, dtype = llama
     recorder = Recorder(monkeypatch)
     ample = make(loaded, device, dtype)
@@ -67,10 +70,12 @@ def test_halving_and_restore_change_no_bit(
     assert_same_bits(live_kv(engine, names), want_kv)
 
 
+@pytest.mark.parametrize("how", COPIES)
 def test_prefill_into_narrow_slots(
-    monkeypatch: pytest.MonkeyPatch, device: str, llama: tuple[LoadedModel, torch.dtype]
+    monkeypatch: pytest.MonkeyPatch, device: str, llama: tuple[LoadedModel, torch.dtype], how: str
 ) -> None:
     """Prompts that arrive while new slots are opened narrow: all their tokens pass through staging and to the host."""
+    copy_by(monkeypatch, how, device)
     loaded, dtype = llama
     recorder = Recorder(monkeypatch)
     results = []
@@ -93,8 +98,10 @@ def test_prefill_into_narrow_slots(
     assert_same_bits(got_kv, want_kv)
 
 
-def test_context_in_parts(monkeypatch: pytest.MonkeyPatch, device: str, tiny: LoadedModel) -> None:
+@pytest.mark.parametrize("how", COPIES)
+def test_context_in_parts(monkeypatch: pytest.MonkeyPatch, device: str, tiny: LoadedModel, how: str) -> None:
     """Staging for a few slots only: the context comes in parts, merged by log-sum-exp: close, and the same tokens."""
+    copy_by(monkeypatch, how, device)
     recorder = Recorder(monkeypatch)
     outputs, logits = [], []
     for narrow in (False, True):

@@ -234,7 +234,7 @@ class Ledger(LedgerState):
             )
         if num_pages:
             pages = self._own(DYNAMIC, -1, num_pages)
-            self.staging_free = np.concatenate([self.staging_free, (pages[:, None] + self.pair_offsets).ravel()])
+            self._put_staging((pages[:, None] + self.pair_offsets).ravel())
 
     def assign_dynamic(self, combined: IntArray) -> bool:
         """Each of these narrowed slots owns a dynamic slot until `end_step`; staging grows from free pages if it
@@ -254,9 +254,13 @@ class Ledger(LedgerState):
         """These slots give up their dynamic slots, where they have one."""
         had = combined[self.dynamic_of[combined] > 0]
         if len(had):
-            self.staging_free = np.concatenate([self.staging_free, self.dynamic_of[had]])
+            self._put_staging(self.dynamic_of[had])
             self.dynamic_of[had] = 0
             self.staging_assigned = self.staging_assigned[self.dynamic_of[self.staging_assigned] > 0]
+
+    def _put_staging(self, dynamic: IntArray) -> None:
+        """In ascending order, so that slots that are staged together lie in runs of neighbouring pages."""
+        self.staging_free = np.sort(np.concatenate([self.staging_free, dynamic]))
 
     def end_step(self) -> None:
         """No slot owns a dynamic slot any more; staging pages over the target return."""

@@ -52,6 +52,30 @@ class StreamSchedule:
     position: npt.NDArray[np.int32]
 
 
+@dataclass(frozen=True)
+class Runs:
+    """The copies of a step as runs of neighbours: pages that follow each other on both sides are one.
+
+    first, length   [r] int64: entries [first, first + length) of the schedule's lists
+    bounds          [items + 1] int64: the runs of item i are [bounds[i], bounds[i + 1])
+    """
+
+    first: IntArray
+    length: IntArray
+    bounds: IntArray
+
+
+def runs_of(schedule: StreamSchedule) -> Runs:
+    """The longest runs, none of them in two items. Example: dst 5 6 7 9, src 2 3 8 9: three, of 2, 1 and 1 pages."""
+    src, dst = schedule.src, schedule.dst
+    begins = np.array([item.begin for item in schedule.items], dtype=np.int64)
+    starts = np.ones(len(src), dtype=np.bool_)
+    starts[1:] = (np.diff(src) != 1) | (np.diff(dst) != 1)
+    starts[begins] = True
+    first = np.flatnonzero(starts)
+    return Runs(first, np.diff(first, append=len(src)), np.append(np.searchsorted(first, begins), len(first)))
+
+
 def build_schedule(
     resident_pos: npt.NDArray[np.int32],
     slots: IntArray,

@@ -5,6 +5,8 @@ On CUDA the copies run on their own stream. Three orders keep them right, each b
   - attention of an item waits for that item's copy only (`acquire`);
   - the copy of item i + 2, which overwrites the cell of item i, waits for the attention of item i (`release`).
 On the CPU the same calls copy at once.
+
+A kernel of few programs copies, or, in a step with a long chunk of a prompt, the copy engine (`COPY_ENGINE_TOKENS`).
 """
 
 from __future__ import annotations
@@ -16,16 +18,20 @@ import numpy as np
 import torch
 
 from tidekv.errors import InvariantError
+from tidekv.kernels import copy_engine
 from tidekv.kernels import move as kernels
+from tidekv.kernels.copy_engine import BatchedCopy, Words, page_addresses
 from tidekv.memory.device_pool import DeviceKVPool
 from tidekv.memory.host_pool import HostKVPool
 from tidekv.memory.upload import upload
-from tidekv.streaming.schedule import Item, StreamSchedule
+from tidekv.streaming.schedule import Item, Runs, StreamSchedule, runs_of
 
 # torch does not type these constructors; the annotations keep the rest of the module checked.
 _new_stream: Callable[..., Any] = torch.cuda.Stream
 _new_event: Callable[..., Any] = torch.cuda.Event
 
+# Fewest new tokens of a launched step whose copies the engine makes.
+COPY_ENGINE_TOKENS = 1024
 AHEAD = 2  # items in flight: one being read, one being filled. More would need more than two cells a slot.
 
 
@@ -47,6 +53,27 @@ class CopyLists:
             target[: len(part)].copy_(part)
 
 
+class _EngineRuns:
+    """Addresses and bytes of each run of a step, K and V in turn, item after item."""
+
+    def __init__(self, schedule: StreamSchedule, runs: Runs, there: DeviceKVPool, here: HostKVPool) -> None:
+        page_bytes = there.geometry.cell_bytes // 2
+        dst, src = schedule.dst[runs.first], schedule.src[runs.first]
+        self._dst = self._in_turn(*(page_addresses(flat, dst, page_bytes) for flat in (there.k_flat, there.v_flat)))
+        self._src = self._in_turn(*(page_addresses(flat, src, page_bytes) for flat in (here.k_flat, here.v_flat)))
+        self._sizes = np.repeat(runs.length.astype(np.uint64) * np.uint64(page_bytes), 2)
+        self._bounds = (2 * runs.bounds).tolist()
+
+    @staticmethod
+    def _in_turn(keys: Words, values: Words) -> Words:
+        return np.stack([keys, values], axis=1).ravel()
+
+    def of(self, item: Item) -> tuple[Words, Words, Words]:
+        """(dst, src, sizes) of one item's runs."""
+        mine = slice(self._bounds[item.index], self._bounds[item.index + 1])
+        return self._dst[mine], self._src[mine], self._sizes[mine]
+
+
 class Streamer:
     """before_copy: called on the copying stream before each copy; tests delay or poison through it."""
 
@@ -66,19 +93,25 @@ class Streamer:
         self.copies = 0
         on_cuda = device_pool.device.type == "cuda"
         self._stream: torch.cuda.Stream | None = _new_stream(device_pool.device) if on_cuda else None
+        self.engine = BatchedCopy() if on_cuda and copy_engine.why_not() is None else None
+        self._compute: Any = None  # the stream of this step: asking for it costs 5 us, and a layer would ask 3 times
+        self._runs: _EngineRuns | None = None  # of this step, if the engine copies
         self._schedule: StreamSchedule | None = None
         self._lists: CopyLists | None = None
         self._copied: dict[int, torch.cuda.Event] = {}
 
-    def begin(self, schedule: StreamSchedule, lists: CopyLists | None = None) -> None:
-        """Start a step: upload its lists once and set the first copies going.
+    def begin(self, schedule: StreamSchedule, lists: CopyLists | None = None, new_tokens: int = 0) -> None:
+        """Start a step of so many new tokens: upload its lists once and set the first copies going.
 
         lists: the step is captured in a CUDA graph. Its copies read their pages there, and how many; `schedule` says
         only which layers have one.
         """
         self._schedule, self._lists = schedule, lists
+        self._runs = None
         device = self.device_pool.device
-        if lists is not None:
+        if self.engine is not None and lists is None and new_tokens >= COPY_ENGINE_TOKENS:
+            self._runs = _EngineRuns(schedule, runs_of(schedule), self.device_pool, self.host_pool)
+        elif lists is not None:
             self._src, self._dst = lists.src, lists.dst
         elif self._stream is None:
             self._src, self._dst = torch.from_numpy(schedule.src), torch.from_numpy(schedule.dst)
@@ -90,7 +123,8 @@ class Streamer:
         if self._stream is None:
             return
         self._copied = {}
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._compute = torch.cuda.current_stream(device)
+        self._stream.wait_stream(self._compute)
         for item in schedule.items[:AHEAD]:
             self._issue(item, self._stream)
 
@@ -100,28 +134,28 @@ class Streamer:
         self.bytes_in += len(schedule.src) * self.device_pool.geometry.cell_bytes
 
     def acquire(self, item: Item) -> None:
-        """From here on the current stream may read the item's staging cells."""
+        """From here on the stream of the step may read the item's staging cells."""
         if self._stream is None:
             self._copy(item)
         else:
-            torch.cuda.current_stream(self.device_pool.device).wait_event(self._copied.pop(item.index))
+            self._compute.wait_event(self._copied.pop(item.index))
 
     def release(self, item: Item) -> None:
-        """The current stream has issued its last read of the item's cells: the copy after next may overwrite them."""
+        """The step's stream has issued its last read of the item's cells: the copy after next may overwrite them."""
         if self._schedule is None:
             raise InvariantError("release outside a step")
         follower = item.index + AHEAD
         if self._stream is not None and follower < len(self._schedule.items):
             done = _new_event()
-            done.record(torch.cuda.current_stream(self.device_pool.device))
+            done.record(self._compute)
             self._stream.wait_event(done)
             self._issue(self._schedule.items[follower], self._stream)
 
     def end(self) -> None:
         """The step is over; later work on the current stream may reuse staging and host pages."""
         if self._stream is not None:
-            torch.cuda.current_stream(self.device_pool.device).wait_stream(self._stream)
-        self._schedule = self._lists = None
+            self._compute.wait_stream(self._stream)
+        self._schedule = self._lists = self._runs = None
 
     def _issue(self, item: Item, stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):
@@ -133,6 +167,9 @@ class Streamer:
     def _copy(self, item: Item) -> None:
         if self.before_copy is not None:
             self.before_copy(item)
+        if self.engine is not None and self._runs is not None and self._stream is not None:
+            self.engine.copy(*self._runs.of(item), self._stream)
+            return
         mine = slice(item.begin, item.end) if self._lists is None else slice(None)
         kernels.copy_cells(
             self.device_pool.k_flat,
