@@ -102,7 +102,7 @@ def test_the_first_that_is_paused_gets_pages_as_they_become_free() -> None:
 def test_a_last_token_that_no_step_hides_is_not_put_off() -> None:
     # It is opened narrow, and 94 pages are 740 MB where a step hides 240: it has to be brought in, while others go on.
     # Less than a quarter of the pool becomes free, so nothing is restored by itself.
-    trace = [high(0, 0.0, 24_000, 1500), high(1, 0.0, 5800, 200), low(2, 1.0, 6000, 2)]
+    trace = [high(0, 0.0, 24_000, 1500), high(1, 0.0, 5800, 200), low(2, 1.5, 6000, 2)]
     run = run_policy("narrow", 4 * PAGES, trace, CONFIG)
     assert_all_served(run, trace)
     assert ttft(run, 2) < 0.5  # before there is room for it

@@ -51,11 +51,12 @@ def outcome(run: PolicyRun) -> list[object]:
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "window"])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("seed", "machine"), [(1, "H200"), (2, "H200"), (1, "H200-host")])
 def test_repeated_steps_are_those_that_would_have_been_planned(
-    policy: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    policy: str, seed: int, machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = ReplayConfig(6400, low_reads="window" if policy == "window" else "exact", window_tokens=512)
+    reads = "window" if policy == "window" else "exact"
+    config = ReplayConfig(6400, machine=machine, low_reads=reads, window_tokens=512)  # type: ignore[arg-type]
     repeated: list[int] = []
     repeat = ModelExecutor.repeat
 
@@ -69,6 +70,16 @@ def test_repeated_steps_are_those_that_would_have_been_planned(
     runs = [run_policy(name, pages, load(seed), config, repeat_steps=repeats) for repeats in (True, False)]
     assert outcome(runs[0]) == outcome(runs[1])
     assert sum(repeated) > 0.3 * len(runs[0].step_s)  # else nothing was gained, and nothing was tested
+
+
+def test_who_arrives_while_a_step_runs_is_not_in_one_that_is_planned_already() -> None:
+    """Launched ahead: the plan of step n + 1 is made when step n begins, so an arrival in step n is in step n + 2."""
+    trace = [TraceRequest(0, 0.0, 64, 40, True), TraceRequest(1, 0.1, 64, 2, True)]
+    for machine, steps_later in (("H200", 1), ("H200-host", 2)):
+        first, second = run_policy("unlimited", 64, trace, ReplayConfig(6400, machine=machine)).requests
+        ends = [0.0, *first.token_times_s]
+        running = next(i for i in range(1, len(ends)) if ends[i] > 0.1)  # the step that runs when it arrives
+        assert second.token_times_s[0] == pytest.approx(ends[running + steps_later])
 
 
 @pytest.mark.parametrize("policy", ["narrow", "retract", "swap"])

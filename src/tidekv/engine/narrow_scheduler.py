@@ -170,13 +170,14 @@ class NarrowScheduler(NarrowReturns):
         paused = [r for r in self.running if self._is_paused(r) and not self._mode(r).streams_nothing]
         paused = [r for r in paused if r not in planned and r not in self.arriving]
         # A step that streams takes longer by the host's part: whoever else is in it is paid for by the move budget.
-        rates = self.rates
-        lengthens = policy.owed_bytes(rates, rates.narrow_step_s if plan.work and not self.streamed_bytes else 0.0)
+        rates, has_chunk = self.rates, any(r.state is not RequestState.DECODE for r, _ in plan.work)
+        streams_s = rates.narrow_chunk_s if has_chunk else rates.narrow_step_s
+        lengthens = policy.owed_bytes(rates, streams_s if plan.work and not self.streamed_bytes else 0.0)
         # What bringing somebody in would cost is left for that: it comes first.
         budget = self.move_bytes - policy.owed_bytes(rates, rates.behind_step_s)
         if lengthens > max(0, budget):
             return
-        unhidden = rates.unhidden_link if any(r.state is not RequestState.DECODE for r, _ in plan.work) else 0.0
+        unhidden = rates.unhidden_link if has_chunk else 0.0
         chosen = []
         for request in sorted(paused, key=self._rank):
             away = request.away_cells * self.cell_bytes

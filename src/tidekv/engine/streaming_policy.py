@@ -57,6 +57,7 @@ class StepRates:
     context_s: float = 3.1e-8
     prompt_s: float = 2.4e-5
     narrow_step_s: float = 0.0  # a step that streams takes so much longer, whatever it streams: the host's part
+    narrow_chunk_s: float = 0.0  # likewise if it has a prompt's chunk, in place of `narrow_step_s`
     behind_step_s: float = 0.0  # likewise a step that pages come in under
     unhidden_link: float = 0.0  # share of the link's time that streaming adds to a step with a prompt's chunk
     serial_step_s: float = 0.0  # any step takes so much longer while anything is narrow: it is not launched ahead

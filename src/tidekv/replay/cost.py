@@ -7,7 +7,8 @@
                  and with new prompt tokens at least prefill_floor_s           launched kernel by kernel from Python
     step_s     = max(compute_s, (streamed_bytes / streamed_share + behind_bytes) / link_rate) + moves_s + host_s
     host_s     = serial_step_s if anything is narrow                           planned only after the last one's end
-               + narrow_step_s if anything is streamed + behind_step_s if pages come in under it
+               + narrow_step_s if anything is streamed, narrow_chunk_s with new prompt tokens
+               + behind_step_s if pages come in under it
                + unhidden_link * streamed_bytes / link_rate with new prompt tokens
     moves_s    = device_bytes / device_rate + (to_host_bytes + from_host_bytes) / link_rate
 
@@ -19,7 +20,7 @@ The host's terms (`prefill_floor_s` and all of `host_s`) are 0 in the presets "H
 device and the link allow, and as measured in "H200-host" and, of an engine that launches nothing ahead while anything
 is narrow, in "H200-serial".
 
-Example, H200 and Llama-3.1-8B: 128 requests of 1,024 tokens decode in 10.0 ms; 2,048 prompt tokens alone take 53.8 ms.
+Example, H200 and Llama-3.1-8B: 128 requests of 1,024 tokens decode in 10.0 ms; 2,048 prompt tokens alone take 49.8 ms.
 """
 
 from __future__ import annotations
@@ -48,9 +49,11 @@ class Machine:
     prefill_floor_s: float = 0.0
     serial_step_s: float = 0.0
     narrow_step_s: float = 0.0
+    narrow_chunk_s: float = 0.0
     behind_step_s: float = 0.0
     unhidden_link: float = 0.0
     streamed_share: float = 1.0
+    launches_ahead: bool = False  # the next step is planned while this one runs: who arrives meanwhile is not in it
 
 
 @dataclass(frozen=True)
@@ -79,20 +82,22 @@ MACHINES: dict[str, Machine] = {
             name="H200",
             device_rate=4.2e12,
             link_rate=55e9,
-            # 41,000 prompt tokens/s of an 8.03e9-parameter model: 84 % of the 780 TFLOP/s that a bf16 matmul reaches.
-            matmul_rate=41_000 * 2 * 8.03e9,
-            attention_rate=390e12,
+            # 46,000 prompt tokens/s of an 8.03e9-parameter model: 95 % of the 780 TFLOP/s that a bf16 matmul reaches.
+            matmul_rate=46_000 * 2 * 8.03e9,
+            attention_rate=260e12,
             host_bytes=512 << 30,
-            source="device copy 4.2 TB/s, pinned host to device 55 GB/s, bf16 matmul 780 TFLOP/s, prefill 41k tok/s of "
-            "Llama-3.1-8B: measured (benchmarks/results/2026-12-01-h200/engine.json, batch 32). Attention in prefill "
-            "at half the matmul rate, 512 GiB of host memory: assumed",
+            source="device copy 4.2 TB/s, pinned host to device 55 GB/s, bf16 matmul 780 TFLOP/s: measured "
+            "(benchmarks/results/2026-12-01-h200/engine.json). Prompts: least squares over stretches of steps with "
+            "chunks of 1,024 tokens and more gave 46,400 tok/s and 240 TFLOP/s of attention (chats), 49,900 and 210 "
+            "(code), 280 TFLOP/s at contexts of 6,000 (benchmarks/results/2026-12-01-h200-validation/, "
+            "benchmarks/results/2026-12-01-h200/prompt_steps.json). 512 GiB of host memory: assumed",
         ),
         Machine(
             name="H100",
             device_rate=4.2e12 * 3.35 / 4.8,
             link_rate=55e9,
-            matmul_rate=41_000 * 2 * 8.03e9,
-            attention_rate=390e12,
+            matmul_rate=46_000 * 2 * 8.03e9,
+            attention_rate=260e12,
             host_bytes=512 << 30,
             source="not measured: the H200's figures, device memory scaled by the data sheets' 3.35 : 4.8 TB/s",
         ),
@@ -105,27 +110,33 @@ _SERIAL = replace(
     prefill_floor_s=33e-3,
     serial_step_s=2.5e-3,
     narrow_step_s=2.7e-3,
+    narrow_chunk_s=2.7e-3,
     behind_step_s=1.5e-3,
     unhidden_link=0.65,
     source=MACHINES["H200"].source
-    + ". The host's part of an engine that launches nothing ahead while anything is narrow "
-    "(overlap=False), medians of benchmarks/results/2026-12-01-h200-replay/replay_steps.json: chunks of 1 to 1,200 "
+    + ". The host's part of an engine that launches nothing ahead while anything is narrow and streams by a kernel "
+    "beside prompts' chunks too, as on CUDA 12, medians of "
+    "benchmarks/results/2026-12-01-h200-replay/replay_steps.json: chunks of 1 to 1,200 "
     "prompt tokens 32 to 36 ms whatever their size; decode steps of 9 to 17 requests while something is narrow 8.2 ms "
     "for 5.7, that stream 11.0 ms, that pages come in under 9.8 ms, of which the copies' 4 ms are hidden; chunks of "
     "2,048 tokens that stream 17, 25 and 42 ms of the link 76, 82 and 95 ms for 55",
 )
 _HOST = replace(
-    _SERIAL,
+    MACHINES["H200"],
     name="H200-host",
-    serial_step_s=0.0,
-    narrow_step_s=0.7e-3,
+    prefill_floor_s=20e-3,
+    narrow_step_s=0.5e-3,
+    narrow_chunk_s=5e-3,
+    behind_step_s=0.3e-3,
     streamed_share=0.92,
+    launches_ahead=True,
     source=MACHINES["H200"].source
-    + ". The host's part of an engine that launches ahead at any width: decode steps with "
-    "4 and 16 of 32 requests narrowed, and 16 and 64 of 128, take 6.94, 23.5, 23.6 and 91.9 ms, for 6.21, 6.26, 9.99 "
-    "and 10.3 at full width and 5.30, 21.2, 21.2 and 84.7 of the link at 53.9 GB/s "
-    "(benchmarks/results/2026-12-01-h200/). What pages that come in and what chunks cost is that of H200-serial, not "
-    "measured again",
+    + ". The host's part (benchmarks/results/2026-12-01-h200-validation/): a chunk of 64 tokens takes 20.6 ms there, "
+    "and 13 to 29 ms on four lent hosts; decode steps that stream take 0.3 (chats) and 1.3 ms (code) longer, those "
+    "that pages come in under 0.2 and 1.0 ms; stretches with chunks that stream 4.3 to 5.9 ms longer a chunk, whatever "
+    "they stream. Decode steps with 4 and 16 of 32 requests narrowed, and 16 and 64 of 128, take 6.94, 23.5, 23.6 and "
+    "91.9 ms, for 6.21, 6.26, 9.99 and 10.3 at full width and 5.30, 21.2, 21.2 and 84.7 of the link at 53.9 GB/s "
+    "(benchmarks/results/2026-12-01-h200/)",
 )
 MACHINES |= {machine.name: machine for machine in (_HOST, _SERIAL)}
 
@@ -219,9 +230,11 @@ class CostModel:
         """What the host, and copies beside a prompt's chunk, add to the step."""
         machine = self.machine
         seconds = machine.serial_step_s * load.any_narrow
-        seconds += machine.narrow_step_s * (load.streamed_bytes > 0) + machine.behind_step_s * (load.behind_bytes > 0)
+        seconds += machine.behind_step_s * (load.behind_bytes > 0)
         if load.prefill_tokens:
             seconds += machine.unhidden_link * load.streamed_bytes / self.link_rate
+        if load.streamed_bytes:
+            seconds += machine.narrow_chunk_s if load.prefill_tokens else machine.narrow_step_s
         return seconds
 
     def step_rates(self) -> StepRates:
@@ -235,6 +248,7 @@ class CostModel:
             context_s=self.shape.token_bytes / self.device_rate,
             prompt_s=self.prefill_s(1, 0),
             narrow_step_s=self.machine.narrow_step_s,
+            narrow_chunk_s=self.machine.narrow_chunk_s,
             behind_step_s=self.machine.behind_step_s,
             unhidden_link=self.machine.unhidden_link,
             serial_step_s=self.machine.serial_step_s,

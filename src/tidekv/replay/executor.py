@@ -104,26 +104,36 @@ class LoadCounter:
 
 
 class ModelExecutor:
-    """In place of the engine's `Runner`: counts what a step would read and compute, advances the clock by its cost."""
+    """In place of the engine's `Runner`: counts what a step would read and compute, advances the clock by its cost.
+
+    seen_s: the next plan knows of arrivals up to here. The end of the last step; its begin where steps are launched
+    ahead (`Machine.launches_ahead`) and no prompt's first token was waited for (`Engine._may_stay_unread`).
+    """
 
     def __init__(self, engine: Engine, cost: CostModel, clock: VirtualClock) -> None:
         self.engine, self.cost, self.clock = engine, cost, clock
+        self.seen_s = clock.now_s
         self.totals = ModelledTotals()
         self.last_load = StepLoad()
         self.counter = LoadCounter(engine)
 
     def run(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Book the step; returns (request, token 0) for those whose known tokens are all computed."""
-        self._pass(self.counter.load_of(work))
-        sampled = []
+        load = self.counter.load_of(work)
+        sampled, is_waited_for, goes_on = [], False, False
         for request, tokens in work:
             request.num_computed += tokens
             if request.num_computed == request.num_tokens:
                 sampled.append((request, 0))
+                is_waited_for |= request.state is not RequestState.DECODE
+                goes_on |= len(request.output_ids) + 1 < request.sampling.max_new_tokens
+        self._pass(load, stays_unread=not is_waited_for and (goes_on or not sampled))
         return sampled
 
-    def _pass(self, load: StepLoad) -> None:
+    def _pass(self, load: StepLoad, *, stays_unread: bool) -> None:
         """The step takes its time."""
+        ahead = stays_unread and self.cost.machine.launches_ahead
+        self.seen_s = self.clock.now_s
         self.last_load = load
         compute_s, moves_s, step_s = self.cost.compute_s(load), self.cost.moves_s(load), self.cost.step_s(load)
         totals = self.totals
@@ -137,12 +147,14 @@ class ModelExecutor:
         totals.steps += 1
         self.engine.streamer.bytes_in += load.streamed_bytes
         self.clock.now_s += step_s
+        if not ahead:
+            self.seen_s = self.clock.now_s
 
     def repeat(self, before_s: float, until_s: float) -> list[float]:
         """Repeat the decode step that everybody who runs is in, as often as the scheduler would plan just that.
 
         Stops before a request ends, before a page is missing, at the first step that ends at or after `until_s`, and
-        before a step that would begin at or after `before_s` (when the next request arrives). Returns the steps'
+        before a step whose plan would know of what arrives at `before_s`. Returns the steps'
         seconds; everything is booked as if each step had been planned (a test compares the two).
         """
         engine, scheduler, ledger = self.engine, self.engine.scheduler, self.engine.allocator.ledger
@@ -154,14 +166,14 @@ class ModelExecutor:
         context = sum(r.num_computed for r in requests)
         seconds: list[float] = []
         times: list[float] = []
-        while len(seconds) < most and self.clock.now_s < min(before_s, until_s):
+        while len(seconds) < most and self.seen_s < before_s and self.clock.now_s < until_s:
             opening = [r for r in requests if r.num_computed % page_size == 0]
             if len(opening) > ledger.num_free_pages or (opening and not engine.memory.decode(opening)):
                 break
             scheduler.repeat(requests)
             context += batch
             began_s = self.clock.now_s
-            self._pass(StepLoad(batch, context))
+            self._pass(StepLoad(batch, context), stays_unread=True)
             for request in requests:
                 request.num_computed += 1
             seconds.append(self.clock.now_s - began_s)

@@ -270,7 +270,7 @@ class Driver:
         arrived, idle, next_sample_s = 0, 0, 0.0
         engine, scheduler = self.engine, self.engine.scheduler
         while arrived < len(self.trace) or scheduler.has_work:
-            while arrived < len(self.trace) and self.trace[arrived].arrival_s <= self.now_s:
+            while arrived < len(self.trace) and self.trace[arrived].arrival_s <= self._seen_s():
                 self._add(self.trace[arrived])
                 arrived += 1
             if not scheduler.has_work:
@@ -283,7 +283,10 @@ class Driver:
             if took > 0:
                 self.step_s.append(took)
                 idle = 0
-            elif self.virtual is not None:  # nothing could run: only an arrival, or the next plan, can change that
+            elif isinstance(
+                engine.runner, ModelExecutor
+            ):  # nothing could run: an arrival, or the next plan, changes it
+                engine.runner.seen_s = engine.runner.clock.now_s
                 idle += 1
                 if idle > 1000:
                     raise InvariantError(f"{scheduler.pressure}: nothing runs though requests wait: {self._queues()}")
@@ -315,6 +318,13 @@ class Driver:
             self.virtual.now_s = self.start_s + time_s
         else:
             time.sleep(max(0.0, time_s - self.now_s))
+
+    def _seen_s(self) -> float:
+        """Arrivals up to here are known to the next plan. A real engine is told of them between two calls of `step`."""
+        runner = self.engine.runner
+        if isinstance(runner, ModelExecutor) and self.engine.scheduler.has_work:
+            return runner.seen_s - self.start_s
+        return self.now_s
 
     def _held_pages(self) -> int:
         """Pages that some request needs: cached prefixes that nobody references are left out."""
