@@ -112,7 +112,11 @@ def test_policy_formulas_by_hand() -> None:
     assert policy.quantum_tokens(rates, 5_000_000_000, 0.005) == 400
     assert policy.restore_pays(100, 100, 2)
     assert not policy.restore_pays(100, 100, 1)
-    assert policy.narrow_prefill_tokens(rates, 100_000, 2000) == 20_000
+    assert policy.narrow_prefill_tokens(rates, 100_000, 2000, 0.05) == 20_000
+    assert policy.chunk_hides(replace(rates, narrow_chunk_s=0.05 * 2000 * rates.prompt_s), 2000, 0.05)
+    for costly in (replace(rates, narrow_chunk_s=5e-3), replace(rates, unhidden_link=0.1)):
+        assert not policy.chunk_hides(costly, 2000, 0.05)
+        assert policy.narrow_prefill_tokens(costly, 100_000, 2000, 0.05) == 0
     assert policy.rank_key(True, False, 9) < policy.rank_key(False, True, 1) < policy.rank_key(False, False, 0)
     assert [policy.pages_to_narrow(missing) for missing in (1, 80)] == [policy.WIDEN_BATCH, 92]
     assert policy.saved_bytes(rates, 0.05) == 10_000_000_000  # 4 s of the link at 5 %

@@ -1,7 +1,8 @@
 """Random workloads on the virtual clock under `narrow`: everybody is served, whatever the sizes.
 
 Catches: a livelock or a deadlock (the driver gives up after 1,000 plans without work; a run has a bound on its span), a
-request that starves, a retraction, books that do not add up at the end, more streamed in a step than its budget, and
+request that starves, a retraction, books that do not add up at the end, more streamed in a step than its budget, or
+than the scheduler knows of, and
 more pages held by paused requests than they may hold.
 
     python -m tests.replay.test_fuzz SECONDS [SEED]      goes on with new seeds, and prints each
@@ -59,8 +60,9 @@ def run_one(seed: int) -> tuple[int, int]:
     trace = workload(rng, page_size * pages * 3 // 4)
     longest = max(r.prompt_tokens + r.output_tokens for r in trace)
     engine, _ = build_engine("narrow", pages, longest + page_size, config, None)
-    scheduler = engine.scheduler
+    scheduler, executor = engine.scheduler, engine.runner
     assert isinstance(scheduler, NarrowScheduler)
+    assert isinstance(executor, ModelExecutor)
     plan = scheduler.plan
 
     def watched() -> StepPlan:
@@ -71,12 +73,19 @@ def run_one(seed: int) -> tuple[int, int]:
         assert forced or scheduler.streamed_bytes <= scheduler.stream_budget, f"seed {seed}"
         return step
 
+    count = scheduler._count
+
+    def counted(**options: bool) -> None:
+        count(**options)
+        for request in scheduler.running:  # what the scheduler knows is what the books say of the pages
+            if not config.read_modes.of(request.is_high_priority).is_lossy:
+                known = request.away_cells * engine.geometry.cell_bytes
+                assert known == executor.counter.streamed_bytes([request]), f"seed {seed}: {request.id}"
+
     scheduler.plan = watched  # type: ignore[method-assign]
+    scheduler._count = counted  # type: ignore[method-assign]
     driver = Driver(engine, trace, 1.0)
-    assert isinstance(engine.runner, ModelExecutor)
-    alone_s = sum(
-        engine.runner.cost.prefill_s(r.prompt_tokens, r.prompt_tokens**2) + 0.01 * r.output_tokens for r in trace
-    )
+    alone_s = sum(executor.cost.prefill_s(r.prompt_tokens, r.prompt_tokens**2) + 0.01 * r.output_tokens for r in trace)
     most_s = trace[-1].arrival_s + 20 * alone_s + 10.0
     for _ in driver.steps():
         assert driver.now_s < most_s, f"seed {seed}: not done after {most_s:.0f} s; {driver._queues()}"

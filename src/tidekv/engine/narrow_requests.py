@@ -45,10 +45,15 @@ class NarrowRequests(Scheduler):
         memory.allocator.may_halve = not self.widths.can_narrow
 
     def _count(self, *, everybody: bool = False) -> None:
-        """Widths of those that may have changed; of everybody where the ladder ran, and every 64 steps."""
+        """Widths of those that may have changed; of everybody where the ladder ran, and every 64 steps.
+
+        Those are who has narrow pages, who has just come or come back, and who opened pages in the last step: the ones
+        of its prompt, or another one, which may be a narrow slot that was free.
+        """
         if not everybody and self.num_steps % 64:
-            some = [r for r in self.running if r.away_cells or r.state is RequestState.PREFILL or r.last_step < 0]
-            self.widths.count_away(some)
+            size = self.memory.page_size
+            opened = {r for r in self.running if len(r.output_ids) <= 1 or (r.num_computed - 1) % size == 0}
+            self.widths.count_away([r for r in self.running if r.away_cells or r.last_step < 0 or r in opened])
         else:
             self.widths.count_away(self.running)
 
@@ -157,7 +162,7 @@ class NarrowRequests(Scheduler):
         """Tokens that may be opened narrow now, so that later chunks hide their streaming; the last one nobody reads
         before it is paused or widened."""
         away = self._slot_bytes() // self.memory.page_size
-        most = policy.narrow_prefill_tokens(self.rates, away, budget)
+        most = policy.narrow_prefill_tokens(self.rates, away, budget, self.high_share)
         return most - self._pages_away(request) * self.memory.page_size + self.prefill_chunk
 
     # ---- leaving -------------------------------------------------------------------------------------------------

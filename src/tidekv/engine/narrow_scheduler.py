@@ -175,7 +175,7 @@ class NarrowScheduler(NarrowReturns):
         lengthens = policy.owed_bytes(rates, streams_s if plan.work and not self.streamed_bytes else 0.0)
         # What bringing somebody in would cost is left for that: it comes first.
         budget = self.move_bytes - policy.owed_bytes(rates, rates.behind_step_s)
-        if lengthens > max(0, budget):
+        if lengthens > max(0, budget) or (lengthens and not self._hides(plan)):
             return
         unhidden = rates.unhidden_link if has_chunk else 0.0
         chosen = []
@@ -194,3 +194,8 @@ class NarrowScheduler(NarrowReturns):
             plan.work += [(request, 1) for request in by_rank(chosen)]
         elif chosen:  # no room for their new tokens
             self.streamed_bytes -= sum(r.away_cells for r in chosen) * self.cell_bytes
+
+    def _hides(self, plan: StepPlan) -> bool:
+        """Its prompts' chunk, if it has one, hides what is streamed under it."""
+        prompt = sum(n for r, n in plan.work if r.state is not RequestState.DECODE)
+        return not prompt or policy.chunk_hides(self.rates, prompt, self.high_share)

@@ -16,6 +16,8 @@ A narrowed slot costs its non-resident bytes over the link at **every** step tha
     may owe         = backlog + own <= saved               else a prompt that would open narrow waits
     paused pages    <= PAUSED_SHARE of the pool            likewise
     restore pays if   bring_in_bytes < steps_left * streamed_bytes_a_step
+    a chunk hides     if unhidden_link = 0 and narrow_chunk_s <= share * chunk * prompt_s; else a prompt is opened
+                      narrow in its last chunk only, and nobody who is paused is streamed under it
     streaming under a prompt's chunk, where the chunk does not hide it, pays if
                       unhidden_link * its bytes * steps_left <= bring_in_bytes
     narrowing pays if serial_step_s <= share * base_s      every step, high priority's too, takes `serial_step_s` longer
@@ -130,13 +132,19 @@ def pages_to_narrow(missing: int) -> int:
     return max(WIDEN_BATCH, missing + missing // 8 + 2)
 
 
-def narrow_prefill_tokens(rates: StepRates, away_bytes_a_token: int, chunk_tokens: int) -> int:
+def chunk_hides(rates: StepRates, chunk_tokens: int, high_share: float) -> bool:
+    """What is streamed under a chunk of so many prompt tokens does not lengthen its step by more than the stated
+    share."""
+    return rates.unhidden_link == 0 and rates.narrow_chunk_s <= high_share * chunk_tokens * rates.prompt_s
+
+
+def narrow_prefill_tokens(rates: StepRates, away_bytes_a_token: int, chunk_tokens: int, high_share: float) -> int:
     """Context that a chunk of so many prompt tokens can stream without lengthening its step: none where streaming is
     not hidden by a chunk.
 
     A prompt may be opened narrow up to here; what follows has to be opened wide.
     """
-    if rates.unhidden_link > 0:
+    if not chunk_hides(rates, chunk_tokens, high_share):
         return 0
     hidden = stream_budget_bytes(rates, max(rates.base_s, chunk_tokens * rates.prompt_s))
     return hidden // max(1, away_bytes_a_token)
