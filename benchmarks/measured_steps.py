@@ -15,6 +15,8 @@ from typing import Any
 
 from tidekv.replay.cost import CostModel, StepLoad
 
+STEPS = "replay_steps.json"  # in the folder of a run
+
 
 @dataclass
 class MeasuredStep:
@@ -111,26 +113,35 @@ def kinds(steps: Sequence[MeasuredStep], cost: CostModel) -> list[tuple[str, lis
     return [(kind, mine) for kind, mine in sorted(found.items()) if len(mine) >= 5]
 
 
+COLUMNS = ("workload", "policy", "graphed", "unread", "seconds")
+
+
 def save_steps(path: Path, steps: Sequence[MeasuredStep]) -> None:
-    """Every measured step, one a line of JSON's list."""
-    rows: list[dict[str, Any]] = [
-        {
-            "workload": s.workload,
-            "policy": s.policy,
-            "graphed": s.graphed,
-            "seconds": round(s.seconds, 6),
-            "unread": s.unread,
-            **asdict(s.load),
-        }
+    """Every measured step, a list a line under the names of its columns."""
+    names = [f.name for f in fields(StepLoad)]
+    lines = [
+        json.dumps(
+            [s.workload, s.policy, s.graphed, s.unread, round(s.seconds, 6), *asdict(s.load).values()],
+            separators=(",", ":"),
+        )
         for s in steps
     ]
-    path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", encoding="utf-8")
+    columns = json.dumps([*COLUMNS, *names])
+    path.write_text(f'{{"columns": {columns}, "rows": [\n' + ",\n".join(lines) + "\n]}\n", encoding="utf-8")
+
+
+def saved_rows(folder: Path) -> list[dict[str, Any]]:
+    """What `save_steps` wrote, now or before, each step as a dictionary."""
+    found: Any = json.loads((folder / STEPS).read_text())
+    if isinstance(found, dict):
+        return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+    return list(found)
 
 
 def saved_steps(folder: Path) -> list[MeasuredStep]:
-    """What `save_steps` wrote."""
+    """The same as steps."""
     names, steps = [f.name for f in fields(StepLoad)], []
-    for row in json.loads((folder / "replay_steps.json").read_text()):
+    for row in saved_rows(folder):
         # Files of before say nothing of a narrow pool: it is known only of steps that read something of it.
         row.setdefault("any_narrow", bool(row["streamed_bytes"] or row["behind_bytes"]))
         load = StepLoad(**{name: row[name] for name in names})

@@ -27,7 +27,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from benchmarks.measured_steps import MeasuredStep, kinds, save_steps, saved_steps
+from benchmarks.measured_steps import STEPS, MeasuredStep, kinds, save_steps, saved_steps
 from benchmarks.report import Report, arguments
 from benchmarks.timing import device, on_gpu
 from tidekv.engine.engine import Engine
@@ -262,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = replace(whole, host_memory=host)
         measured, requests = measure(policy, pages, trace, config, net, sizes.warm)
         steps.extend(replace(step, workload=name) for step in measured)
-        save_steps(args.out / "replay_steps.json", steps)
+        save_steps(args.out / STEPS, steps)
         modelled = run_policy(policy, pages, trace, replace(config, executor="model"))
         request_rows(report, name, policy, requests, modelled.requests)
 

@@ -31,14 +31,14 @@ def measured_steps(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("benchmarks.measured_steps")
 
 
-def test_the_smoke_run_measures_every_policy(tmp_path: Path, replay_validate: Any) -> None:
+def test_the_smoke_run_measures_every_policy(tmp_path: Path, replay_validate: Any, measured_steps: Any) -> None:
     assert replay_validate.main(["--smoke", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "replay_validate.json").read_text())
     assert not found["errors"]
     rows = [row for row in found["rows"] if row["table"] == "requests"]
     assert {row["policy"] for row in rows} == {"unlimited", "narrow", "swap"}
     assert all(row["real_ms"] > 0 and row["model_ms"] > 0 for row in rows)
-    steps = json.loads((tmp_path / "replay_steps.json").read_text())
+    steps = measured_steps.saved_rows(tmp_path)
     tokens = sum(step["decode_batch"] for step in steps if step["policy"] == "narrow")
     trace = replay_validate.workload(replay_validate.SMOKE)
     assert tokens == sum(r.output_tokens - 1 for r in trace)  # the first token comes with the prompt

@@ -88,9 +88,8 @@ MACHINES: dict[str, Machine] = {
             host_bytes=512 << 30,
             source="device copy 4.2 TB/s, pinned host to device 55 GB/s, bf16 matmul 780 TFLOP/s: measured "
             "(benchmarks/results/2026-12-01-h200/engine.json). Prompts: least squares over stretches of steps with "
-            "chunks of 1,024 tokens and more gave 46,400 tok/s and 240 TFLOP/s of attention (chats), 49,900 and 210 "
-            "(code), 280 TFLOP/s at contexts of 6,000 (benchmarks/results/2026-12-01-h200-validation/, "
-            "benchmarks/results/2026-12-01-h200/prompt_steps.json). 512 GiB of host memory: assumed",
+            "chunks of 1,024 tokens and more gave 45,100 tok/s and 290 TFLOP/s of attention on one workload, 48,000 "
+            "and 240 on another (benchmarks/results/2026-12-01-h200-validation/). 512 GiB of host memory: assumed",
         ),
         Machine(
             name="H100",
