@@ -174,6 +174,7 @@ def copy_by(monkeypatch: pytest.MonkeyPatch, how: str, device: str) -> None:
     if how == "copy engine" and (missing := "needs a GPU" if device == "cpu" else copy_engine.why_not()):
         pytest.skip(f"the driver's batched copy: {missing}")
     monkeypatch.setattr(streamer, "COPY_ENGINE_TOKENS", 0 if how == "copy engine" else 1 << 60)
+    monkeypatch.setattr(streamer, "COPY_ENGINE_RUN_BYTES", 0)
 
 
 def poison_free(engine: Engine) -> int:

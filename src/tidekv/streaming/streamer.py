@@ -30,8 +30,12 @@ from tidekv.streaming.schedule import Item, Runs, StreamSchedule, runs_of
 _new_stream: Callable[..., Any] = torch.cuda.Stream
 _new_event: Callable[..., Any] = torch.cuda.Event
 
-# Fewest new tokens of a launched step whose copies the engine makes.
+# The copy engine copies for launched steps of so many new tokens, in runs of so many bytes of K (or V) on average.
+# Under a chunk of 2,048 tokens it hides all of the copies' time; a kernel, whose blocks wait behind those of matrix
+# products and hold them up, hides 0.67 to 0.70. Of 1,024 tokens: 0.90 to 0.93 for 0.41 to 0.52 (one H200, pages of
+# 128 KiB). A smaller chunk waits for the host, and that is what a run costs: 0.5 us, in which the link brings 27 KiB.
 COPY_ENGINE_TOKENS = 1024
+COPY_ENGINE_RUN_BYTES = 64 * 1024
 AHEAD = 2  # items in flight: one being read, one being filled. More would need more than two cells a slot.
 
 
@@ -107,10 +111,10 @@ class Streamer:
         only which layers have one.
         """
         self._schedule, self._lists = schedule, lists
-        self._runs = None
+        self._runs = self._engine_runs(schedule) if lists is None and new_tokens >= COPY_ENGINE_TOKENS else None
         device = self.device_pool.device
-        if self.engine is not None and lists is None and new_tokens >= COPY_ENGINE_TOKENS:
-            self._runs = _EngineRuns(schedule, runs_of(schedule), self.device_pool, self.host_pool)
+        if self._runs is not None:
+            pass  # the driver takes lists of the host
         elif lists is not None:
             self._src, self._dst = lists.src, lists.dst
         elif self._stream is None:
@@ -127,6 +131,16 @@ class Streamer:
         self._stream.wait_stream(self._compute)
         for item in schedule.items[:AHEAD]:
             self._issue(item, self._stream)
+
+    def _engine_runs(self, schedule: StreamSchedule) -> _EngineRuns | None:
+        """None: no engine, or its runs would be too short."""
+        if self.engine is None:
+            return None
+        runs = runs_of(schedule)
+        page_bytes = self.device_pool.geometry.cell_bytes // 2
+        if len(schedule.src) * page_bytes < len(runs.first) * COPY_ENGINE_RUN_BYTES:
+            return None
+        return _EngineRuns(schedule, runs, self.device_pool, self.host_pool)
 
     def count(self, schedule: StreamSchedule) -> None:
         """Book the copies of a step; of a captured one at each replay."""
