@@ -119,7 +119,7 @@ def test_policy_formulas_by_hand() -> None:
         assert policy.narrow_prefill_tokens(costly, 100_000, 2000, 0.05) == 0
     assert policy.rank_key(True, False, 9) < policy.rank_key(False, True, 1) < policy.rank_key(False, False, 0)
     assert [policy.pages_to_narrow(missing) for missing in (1, 80)] == [policy.WIDEN_BATCH, 92]
-    assert policy.saved_bytes(rates, 0.05) == 10_000_000_000  # 4 s of the link at 5 %
+    assert policy.saved_bytes(rates, 0.05) == 2_500_000_000  # 1 s of the link at 5 %
     assert policy.burst_bytes(rates, 0.01, 2000) == 2_000_000_000  # 40 ms: what a chunk takes longer than this step
     assert policy.burst_bytes(rates, 0.01, 0) == 0
     assert policy.may_owe(rates, 0.05, 0, 20_000_000_000)  # the first one always may
