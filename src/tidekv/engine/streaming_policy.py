@@ -44,8 +44,8 @@ STREAM_SHARE = 0.8  # of the link's bytes in a step: the rest is for what the ra
 QUANTUM_COST = 0.05  # of its steps' time is what bringing a request in may cost
 MIN_QUANTUM = 256  # tokens; two in three chat answers end within one quantum (Azure 2023: median 139, p90 428)
 WIDEN_BATCH = 16  # pages widened at a time: 126 MB and 2.3 ms of Llama-3.1-8B in pages of 64, a remap of all tables
-# Seconds of widening that may be owed to paused requests before no more prompts are opened narrow. With 4 s first tokens
-# come sooner and all else later: low e2e P50 6.8 instead of 6.2 s, longest gap P99 13.6 instead of 6.8 s (Azure
+# Seconds of widening that may be owed to paused requests before no more prompts are opened narrow. With 4 s first
+# tokens come sooner and all else later: low e2e P50 6.8 instead of 6.2 s, longest gap P99 13.6 instead of 6.8 s (Azure
 # conversations from t = 1,250 s, 2 documents/s, a third of the peak; TTFT P50 0.4 instead of 1.4 s, swapping 10).
 BACKLOG_S = 1.0
 PAUSED_SHARE = 0.125  # of the pool's pages may hold those who are paused, at minimum width: others could run in them
