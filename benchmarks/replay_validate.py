@@ -127,7 +127,7 @@ def measure(
 
 def launch_floor_s(loaded: LoadedModel, config: ReplayConfig, repeats: int = 30) -> float:
     """Median of a step with a prompt's chunk of one page beside 8 decodes: so small that the GPU waits for the host,
-    which launches it kernel by kernel. A figure of the host: three lent machines with one GPU model had 15 to 29 ms."""
+    which launches it kernel by kernel. A figure of the host: machines with the same GPU had 13 to 29 ms."""
     engine, _ = build_engine("reserve", 256, 16 * config.page_size, config, loaded)
     vocab, took = int(engine.model.config.vocab_size), []
     prompt = [vocab // 2] * config.page_size

@@ -1,6 +1,6 @@
 """Runs the benchmarks one after another, each in a process of its own, and writes their tables to DIR/tables.md.
 
-python -m benchmarks.run --out DIR            on a machine with a GPU: about 10 minutes at most
+python -m benchmarks.run --out DIR            on a machine with a GPU: about 12 minutes at most
 python benchmarks/run.py --smoke              tiny sizes, on the CPU too: tries the code, measures nothing
 """
 
@@ -22,7 +22,7 @@ import torch  # noqa: E402
 
 from benchmarks.report import markdown  # noqa: E402
 
-NAMES = ("allocator", "repack", "streaming", "attention", "engine")
+NAMES = ("allocator", "repack", "streaming", "attention", "engine", "prompt_steps")
 
 
 def main() -> int:
