@@ -4,7 +4,8 @@
     python -m benchmarks.replay_validate --out DIR --policies unlimited,narrow --workloads code
     python -m benchmarks.replay_validate --out DIR --smoke            a tiny model on the CPU: tries the code
     python -m benchmarks.replay_validate --out DIR --again            what DIR measured against the model as it is now:
-                                                                      DIR/again.md, on any machine
+                                                                      DIR/again.md, and what its terms for the host
+                                                                      come from: DIR/host.md; on any machine
 
 Tables: `steps` (each kind of step: measured, and what the model says for just that load), `requests` (TTFT and TPOT of
 whole replays, medians over requests), `fit` (what the constants of prompts would have to be). `replay_steps.json` holds
@@ -27,7 +28,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from benchmarks.measured_steps import STEPS, MeasuredStep, kinds, save_steps, saved_steps
+from benchmarks.measured_steps import STEPS, MeasuredStep, kinds, save_steps, saved_steps, stretches
 from benchmarks.report import Report, arguments
 from benchmarks.timing import device, on_gpu
 from tidekv.engine.engine import Engine
@@ -35,7 +36,7 @@ from tidekv.engine.model import LoadedModel, load_model
 from tidekv.engine.request import Request
 from tidekv.engine.runner import Launched, Runner
 from tidekv.engine.sampling import SamplingParams
-from tidekv.replay.cost import MODELS, CostModel, StepLoad, cost_model
+from tidekv.replay.cost import MACHINES, MODELS, CostModel, StepLoad, cost_model
 from tidekv.replay.executor import LoadCounter
 from tidekv.replay.run import UNLIMITED, Driver, ReplayConfig, build_engine, run_policy, whole_trace_pages
 from tidekv.replay.trace import TraceRequest
@@ -127,7 +128,7 @@ def measure(
 
 def launch_floor_s(loaded: LoadedModel, config: ReplayConfig, repeats: int = 30) -> float:
     """Median of a step with a prompt's chunk of one page beside 8 decodes: so small that the GPU waits for the host,
-    which launches it kernel by kernel. A figure of the host: machines with the same GPU had 13 to 29 ms."""
+    which launches it kernel by kernel. A figure of the host: it differs between machines with the same GPU."""
     engine, _ = build_engine("reserve", 256, 16 * config.page_size, config, loaded)
     vocab, took = int(engine.model.config.vocab_size), []
     prompt = [vocab // 2] * config.page_size
@@ -212,6 +213,28 @@ def fit_rows(report: Report, steps: Sequence[MeasuredStep], cost: CostModel) -> 
     )  # fmt: skip
 
 
+def host_markdown(steps: Sequence[MeasuredStep]) -> str:
+    """Markdown: what steps take beyond `H200-host` without its terms for what streams or comes in, which come from
+    here: the median of decode steps, and the mean a chunk that streams over stretches that move nothing."""
+    shape, host = MODELS[ReplayConfig().model], replace(MACHINES["H200-host"], narrow_chunk_s=0.0)
+    cost, bare = CostModel(host, shape), CostModel(replace(host, narrow_step_s=0.0, behind_step_s=0.0), shape)
+    lines = ["| workload | kind | number | ms beyond |", "|---|---|---|---|"]
+    for name in dict.fromkeys(step.workload for step in steps):
+        beyond: dict[str, list[float]] = {}
+        chunks = 0
+        for each in stretches([step for step in steps if step.workload == name], cost):
+            streaming = sum(s.load.prefill_tokens > 0 and s.load.streamed_bytes > 0 for s in each.steps)
+            if each.kind.startswith("decode") or (streaming and "moves" not in each.kind):
+                kind = "a chunk that streams" if streaming else each.kind
+                beyond.setdefault(kind, []).append((each.seconds - each.said_s(cost if streaming else bare)) * 1e3)
+                chunks += streaming
+        for kind, found in sorted(beyond.items()):
+            is_chunk = kind == "a chunk that streams"
+            ms, number = (sum(found) / chunks, chunks) if is_chunk else (float(np.median(found)), len(found))
+            lines.append(f"| {name} | {kind} | {number} | {ms:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser, make = arguments("replay_validate", 230.0, __doc__)
     parser.add_argument(
@@ -224,6 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     policies = args.policies.split(",")
     if args.again:
         (args.out / "again.md").write_text(again(args.out, ("H200", "H200-host")), encoding="utf-8")
+        (args.out / "host.md").write_text(host_markdown(saved_steps(args.out)), encoding="utf-8")
         return 0
     if unknown := [policy for policy in policies if policy not in POLICIES]:
         parser.error(f"--policies must be some of {', '.join(POLICIES)}, got {', '.join(unknown)}")

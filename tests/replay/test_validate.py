@@ -79,6 +79,8 @@ def test_a_measurement_is_compared_again_without_the_machine(
     off = cost.step_s(loads[2]) / host.step_s(loads[2]) - 1
     # The first of them is left out: what it waited for is not known.
     assert lines[-1] == f"| decode, streaming | 5 | {host.step_s(loads[2]) * 1e3:.1f} | {off:+.0%} | +0% |"
+    beyond = (host.step_s(loads[2]) - cost_model("H200", "llama-3.1-8b").step_s(loads[2])) * 1e3  # 0.5 ms a step
+    assert (tmp_path / "host.md").read_text().splitlines()[-1] == f"| chats | decode, streaming | 5 | {beyond:.2f} |"
     (tmp_path / "replay_validate.json").write_text(json.dumps({"about": {"smoke": True}, "rows": rows}))
     with pytest.raises(ValueError, match="smoke"):
         replay_validate.main(["--again", "--out", str(tmp_path)])

@@ -130,10 +130,10 @@ _HOST = replace(
     streamed_share=0.92,
     launches_ahead=True,
     source=MACHINES["H200"].source
-    + ". The host's part (benchmarks/results/2026-12-01-h200-validation/): a chunk of 64 tokens takes 20.6 ms there, "
-    "and 13 to 29 ms on four hosts; decode steps that stream take 0.3 (chats) and 1.3 ms (code) longer, those "
-    "that pages come in under 0.2 and 1.0 ms; stretches with chunks that stream 4.3 to 5.9 ms longer a chunk, whatever "
-    "they stream. Decode steps with 4 and 16 of 32 requests narrowed, and 16 and 64 of 128, take 6.94, 23.5, 23.6 and "
+    + ". The host's part (benchmarks/results/2026-12-01-h200-validation/, host.md): a chunk of one page takes 20.6 ms "
+    "there, and one of 256 tokens 11 to 26 in two other runs; decode steps that stream take 0.3 ms (chats) and 1.3 "
+    "(code) longer, those that pages come in under 0.35 and 0.9; a chunk that streams 5.2 and 5.9, whatever it "
+    "streams. Decode steps with 4 and 16 of 32 requests narrowed, and 16 and 64 of 128, take 6.94, 23.5, 23.6 and "
     "91.9 ms, for 6.21, 6.26, 9.99 and 10.3 at full width and 5.30, 21.2, 21.2 and 84.7 of the link at 53.9 GB/s "
     "(benchmarks/results/2026-12-01-h200/)",
 )
